@@ -150,8 +150,13 @@ $(BENCHMARKS:%=bench-%): bench-%: setup
 bench-memory: setup
 	$(PY) -m benchmarks.push --memory --json
 
+# Minutes on two cores, and the same figures on every machine.
+.PHONY: bench-simulation
+bench-simulation: setup
+	$(PY) -m benchmarks.fleet --simulate 10,100,1000 --json
+
 .PHONY: bench
-bench: $(BENCHMARKS:%=bench-%) bench-memory ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
+bench: $(BENCHMARKS:%=bench-%) bench-memory bench-simulation ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
 
 GPU_PATH = $(CURDIR):$(CURDIR)/server:$(CURDIR)/client:$${PYTHONPATH:-}
 

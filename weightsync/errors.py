@@ -46,6 +46,7 @@ class Reason(enum.StrEnum):
     SHARD_BUSY = enum.auto()
     WRITER_LEFT = enum.auto()
     PUSH_ABORTED = enum.auto()
+    SERVER_FOLLOWS = enum.auto()
     NO_SLOT = enum.auto()
     MEMORY_EXHAUSTED = enum.auto()
     DISK_EXHAUSTED = enum.auto()
@@ -208,6 +209,11 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
             "ABORTED",
             "The push was aborted, dropped or overtaken by another one.",
             "Begin it again.",
+        ),
+        Reason.SERVER_FOLLOWS: Explanation(
+            "FAILED_PRECONDITION",
+            "The server follows another one, and takes versions from there alone.",
+            "Push to the origin that the sentence names.",
         ),
         Reason.NO_SLOT: Explanation(
             "RESOURCE_EXHAUSTED",

@@ -26,7 +26,15 @@ from weightsync_client.errors import (
     RefusedError,
     UnavailableError,
 )
-from weightsync_client.options import ApplyOptions, PauseChoices, PushOptions, Retry, Timeouts
+from weightsync_client.options import (
+    ApplyOptions,
+    EngineChoices,
+    PauseChoices,
+    PushOptions,
+    Retry,
+    RollbackOptions,
+    Timeouts,
+)
 from weightsync_client.pull import PulledTensor
 from weightsync_client.push.handle import PushHandle
 from weightsync_client.push_reasons import Fallback, Streamed, Way
@@ -40,6 +48,9 @@ from weightsync_client.types import (
     ApplyStrategy,
     CacheMode,
     Durability,
+    EngineOrder,
+    EngineProof,
+    EngineReport,
     EngineState,
     EngineStatus,
     LayoutCheck,
@@ -85,6 +96,10 @@ __all__ = [
     "Declared",
     "DeniedError",
     "Durability",
+    "EngineChoices",
+    "EngineOrder",
+    "EngineProof",
+    "EngineReport",
     "EngineState",
     "EngineStatus",
     "ExhaustedError",
@@ -113,6 +128,7 @@ __all__ = [
     "RefusedError",
     "Residency",
     "Retry",
+    "RollbackOptions",
     "RollbackReport",
     "Serving",
     "ShardedTensor",

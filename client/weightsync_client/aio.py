@@ -29,9 +29,9 @@ from weightsync_client.errors import (
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
-    PauseChoices,
     PushOptions,
     Retry,
+    RollbackOptions,
     Timeouts,
     check_options,
 )
@@ -211,18 +211,18 @@ class AsyncClient:
         )
 
     async def rollback(
-        self, reason: str = "", **options: Unpack[PauseChoices]
+        self, reason: str = "", **options: Unpack[RollbackOptions]
     ) -> types.RollbackReport:
         """Go back to the previous verified version and mark the one that is left rejected."""
-        check_options("rollback", options, PauseChoices)
+        check_options("rollback", options, RollbackOptions)
         return await self._insist(
             calls.rollback(await self.model(), reason, options, self._link.timeouts)
         )
 
-    async def verify(self, version: int = 0) -> types.Verification:
-        """Prove what every rank serves, from its live parameters."""
+    async def verify(self, version: int = 0, *, engine: str = "") -> types.Verification:
+        """Prove what every rank serves, from its live parameters; `engine` names one engine."""
         return await self._invoke(
-            calls.verify_version(await self.model(), version, self._link.timeouts)
+            calls.verify_version(await self.model(), version, self._link.timeouts, engine)
         )
 
     # Versions.

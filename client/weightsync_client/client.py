@@ -30,9 +30,9 @@ from weightsync_client.options import (
     DEFAULT_ADDRESS,
     SHARD_BYTES,
     ApplyOptions,
-    PauseChoices,
     PushOptions,
     Retry,
+    RollbackOptions,
     Timeouts,
     check_options,
 )
@@ -232,23 +232,31 @@ class Client:
 
         Args:
             version: 0: the newest committed one that is not rejected.
-            **options: See `ApplyOptions` and `PauseChoices`.
+            **options: See `ApplyOptions`, `PauseChoices` and `EngineChoices`.
         """
         check_options("apply", options, ApplyOptions)
         return self._insist(calls.apply_version(self.model, version, options, self._link.timeouts))
 
-    def rollback(self, reason: str = "", **options: Unpack[PauseChoices]) -> types.RollbackReport:
-        """Go back to the previous verified version and mark the one that is left rejected."""
-        check_options("rollback", options, PauseChoices)
+    def rollback(
+        self, reason: str = "", **options: Unpack[RollbackOptions]
+    ) -> types.RollbackReport:
+        """Go back to the previous verified version and mark the one that is left rejected.
+
+        Args:
+            reason: Why, for logs and status.
+            **options: See `PauseChoices` and `EngineChoices`.
+        """
+        check_options("rollback", options, RollbackOptions)
         return self._insist(calls.rollback(self.model, reason, options, self._link.timeouts))
 
-    def verify(self, version: int = 0) -> types.Verification:
+    def verify(self, version: int = 0, *, engine: str = "") -> types.Verification:
         """Prove what every rank serves, from its live parameters.
 
         Args:
             version: What should be live; 0: what the server believes to be live.
+            engine: Name of one engine; empty: all that serve.
         """
-        return self._invoke(calls.verify_version(self.model, version, self._link.timeouts))
+        return self._invoke(calls.verify_version(self.model, version, self._link.timeouts, engine))
 
     # Versions.
 

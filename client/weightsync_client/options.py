@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
-from weightsync_client.types import CacheMode, PauseMode
+from weightsync_client.types import CacheMode, EngineOrder, PauseMode
 
 __all__ = [
     "CHUNK_BYTES",
     "DEFAULT_ADDRESS",
     "SHARD_BYTES",
     "ApplyOptions",
+    "EngineChoices",
     "PauseChoices",
     "PushOptions",
     "Retry",
+    "RollbackOptions",
     "Timeouts",
     "check_options",
 ]
@@ -175,8 +177,30 @@ class PauseChoices(TypedDict, total=False):
     timeout_s: float
 
 
-class ApplyOptions(PauseChoices, total=False):
-    """Keyword options of `apply`.
+class EngineChoices(TypedDict, total=False):
+    """Which engines beside the server take the version, and in which order.
+
+    Attributes:
+        engine: Name of one, as `weightsync status` shows it; default: all of the host. Those that
+            are away take no part and join at the host's version before they serve.
+        order: "together" (default): all stand still until all are proved, so that none serves the
+            version beside one that serves the version before; if one fails, all go back. "rolling":
+            one after the other while the others generate; the first failure stops it and puts back
+            those that went before; the server needs 3 slots.
+        max_unavailable: With "rolling": engines that may be away at once; server default 1.
+    """
+
+    engine: str
+    order: EngineOrder | str
+    max_unavailable: int
+
+
+class RollbackOptions(PauseChoices, EngineChoices, total=False):
+    """Keyword options of `rollback`: those of `PauseChoices` and `EngineChoices`."""
+
+
+class ApplyOptions(PauseChoices, EngineChoices, total=False):
+    """Keyword options of `apply`, besides those of `PauseChoices` and `EngineChoices`.
 
     Attributes:
         dry_run: Check and plan everything, change nothing.

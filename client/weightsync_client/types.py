@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from weightsync_client.engine_types import EngineOrder, EngineProof, EngineState, EngineStatus
 from weightsync_client.push_reasons import Fallback, Streamed, Way
 from weightsync_client.rank_types import LoaderState, LoaderStatus, RankResult, Transform
 
@@ -16,6 +17,9 @@ __all__ = [
     "ApplyStrategy",
     "CacheMode",
     "Durability",
+    "EngineOrder",
+    "EngineProof",
+    "EngineReport",
     "EngineState",
     "EngineStatus",
     "LayoutCheck",
@@ -132,18 +136,6 @@ class PushKind(enum.StrEnum):
     DELTA = enum.auto()
 
 
-class EngineState(enum.StrEnum):
-    """What the server is doing with the engine."""
-
-    UNSPECIFIED = enum.auto()
-    AWAY = enum.auto()
-    RECONCILING = enum.auto()
-    SERVING = enum.auto()
-    APPLYING = enum.auto()
-    FENCED = enum.auto()
-    PROVING = enum.auto()
-
-
 @dataclass(frozen=True, slots=True)
 class PushResult:
     """A committed version.
@@ -225,7 +217,9 @@ class ApplyReport:
     """What an apply did.
 
     `plan` is set for a dry run, `previous_version` 0 means none, and `durability` is RECEIVING when
-    a version was applied before its commit, as the caller had asked.
+    a version was applied before its commit, as the caller had asked. Of several engines `ranks` is
+    empty, bytes are sums, times those of the slowest; `engines` has what became of each engine of
+    the host, or of the one that was named.
     """
 
     apply_id: str
@@ -240,11 +234,27 @@ class ApplyReport:
     plan: ApplyPlan | None = None
     durability: Durability = Durability.UNSPECIFIED
     strategy: ApplyStrategy = ApplyStrategy.UNSPECIFIED
+    engines: tuple[EngineReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What became of one engine in an apply or a rollback.
+
+    Attributes:
+        engine: Its name.
+        report: What was done; None: it took no part.
+        absent: Why it took no part; it is brought to its host's version before it serves.
+    """
+
+    engine: str
+    report: ApplyReport | None
+    absent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RollbackReport:
-    """What a rollback did; `rejected_version` is the one that was left."""
+    """What a rollback did; `rejected_version` is the one that was left, 0: it stays allowed."""
 
     report: ApplyReport
     rejected_version: int
@@ -326,12 +336,17 @@ class VersionChange:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Whether every rank's live parameters hold exactly this version."""
+    """Whether every rank's live parameters hold exactly this version.
+
+    Of several engines `ranks` is empty and `engines` has what each found; `version` is 0 where they
+    do not serve the same one.
+    """
 
     verified: bool
     version: int
     content_digest: str
     ranks: tuple[RankResult, ...]
+    engines: tuple[EngineProof, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,25 +391,12 @@ class PushStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """The engine behind the server; `reason` says why it is fenced or away.
-
-    `warnings` say what makes its vLLM less safe than it need be.
-    """
-
-    state: EngineState
-    reason: str
-    engine_id: str
-    vllm_version: str
-    kind: str
-    ranks: tuple[RankResult, ...]
-    capabilities: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """One model; a version of 0 and an empty digest mean none."""
+    """One model; a version of 0 and an empty digest mean none, or not the same on every engine.
+
+    `engine` is the only engine, or the first by name that does not serve, else the first;
+    `engines` has all that the host has, and is empty for an earlier server.
+    """
 
     model: str
     live_version: int
@@ -407,6 +409,7 @@ class ModelStatus:
     slots: tuple[SlotStatus, ...]
     pushes: tuple[PushStatus, ...]
     apply_id: str
+    engines: tuple[EngineStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha import reflection
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import MAX_VERSION
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth import Endpoint
@@ -27,17 +28,19 @@ from weightsync_server.deltas import ChainLimits
 from weightsync_server.engine import (
     Applier,
     ApplyLimits,
-    EngineSupervisor,
-    Journal,
+    HostParts,
+    JournalFile,
     ModelParts,
-    UpdateCommitter,
 )
-from weightsync_server.engine.drivers.bridge import BridgeEngine
+from weightsync_server.engine.journal import live_in_store
+from weightsync_server.engines import EngineOptions, open_engines
+from weightsync_server.follow.start import FollowOptions, start_follower
 from weightsync_server.gauges import track
 from weightsync_server.http_api import HttpApi, InnerCalls
 from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.invariants import InvariantMonitor, count_lost
 from weightsync_server.model import ModelLimits, open_model
+from weightsync_server.nodes import NodeGroup, NodeServicer, add_node_service
 from weightsync_server.ops.http_endpoint import MetricsEndpoint
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.ops.os_errors import translate_os_errors
@@ -66,7 +69,6 @@ from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from weightsync.engine import Engine
     from weightsync_server.settings import Settings
 
 __all__ = ["App"]
@@ -91,6 +93,7 @@ class App:
         self._stack = contextlib.AsyncExitStack()
         self._drain_s = settings.drain_timeout_s
         self._doors: Listeners
+        self._nodes: NodeGroup
         self.addresses: list[str] = []
         self.metrics_port = self.http_port = 0
 
@@ -137,17 +140,17 @@ class App:
             identity = server_identity(settings.state_dir)
         store = open_store(settings.store_url, identity)
         with translate_os_errors("opening the journal"):
-            journal = Journal(settings.state_dir / "journal", store.url if store.durable else "")
+            lasting = store.url if store.durable else ""
+            journal = JournalFile(settings.state_dir / "journal", lasting)
         stack.callback(journal.close)
         budget = SegmentBudget(settings.memory_bytes)
         records = await store.open()
         allocator = SegmentAllocator(budget, segments, fetchers)
         limits = _model_limits(settings)
         model = await open_model(settings.name, store, fetchers, allocator, limits, records)
-        live, previous = journal.live
-        model.serving.restore_history(previous, live)
         known = {record.version for record in model.table.list()}
-        count_lost(store, known, journal.live_in_store, metrics)
+        for version in live_in_store(journal):
+            count_lost(store, known, version, metrics)
         stack.push_async_callback(model.close)
         model.compactor.on_fold = metrics.deltas.count_fold
         ingesters = IngestPool(settings, metrics)
@@ -169,26 +172,30 @@ class App:
             allocator.mappers.append(collector.forget)
             silence_s = settings.push_idle_timeout_s
             lender = start_lending(stack, pushes, settings.lending_socket, silence_s, collector)
-        engine = await self._engine(stack)
         health_service = HealthServicer()
         for name in (PUSH, SERVING):
             await health_service.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        parts = ModelParts.of(model)
-        supervisor = EngineSupervisor(
-            engine,
+        self._nodes = NodeGroup(segments)
+        parts = ModelParts.of(model, self._nodes)
+        announcer = Announcer(health_service)
+        host = HostParts(segments, metrics, _apply_limits(settings))
+        engines = await open_engines(
+            _engine_options(settings, self._engine_args),
             parts,
-            segments,
+            host,
             journal,
-            metrics,
-            _apply_limits(settings),
-            Announcer(health_service).serving,
+            announcer.serving,
+            settings.segment_socket,
+            stack,
         )
-        applier = Applier(supervisor, parts, journal, metrics, _apply_limits(settings))
-        updates = UpdateCommitter(supervisor, engine.updates, applier, parts, segments)
+        applier = Applier(engines.set, parts, host)
+        engines.receive_updates(applier)
         processes = Processes(fetchers, ingesters)
-        status = StatusSource(model, pushes, supervisor, processes, metrics)
-        servicer = WeightSyncServicer(model, pushes, applier, status, lender, ingesters.endpoints)
-        track(metrics, model, processes, pushes, supervisor)
+        status = StatusSource(model, pushes, engines.set, processes, metrics)
+        servicer = WeightSyncServicer(
+            model, pushes, applier, status, lender, ingesters.endpoints, settings.follow
+        )
+        track(metrics, model, processes, pushes)
         census = InvariantMonitor(
             model.table,
             model.epochs,
@@ -206,32 +213,18 @@ class App:
         verbs = self._serve_verbs(stack, servicer, health_service, audit, interceptors, fault)
         stack.push_async_callback(ingesters.close)
         await ingesters.serve(servicer, audit, interceptors)
-        supervisor.start()
-        stack.push_async_callback(supervisor.stop)
+        # Before the engine: what it starts on may be a version of the origin.
+        if follower := await start_follower(_follow_options(settings), model, pushes, metrics):
+            stack.push_async_callback(follower.stop)
+        engines.set.start()
+        stack.push_async_callback(engines.set.stop)
         stack.push_async_callback(self._drain, applier)
-        updates.start()
-        stack.push_async_callback(updates.stop)
+        engines.start_updates()
+        stack.push_async_callback(engines.stop_updates)
         await self._listen(stack, health_service, ingesters, verbs)
-        # Before the drain: a watch never ends by itself.
+        # Before the drain: a watch never ends by itself, nor does a node's call.
         stack.callback(model.feed.close)
-
-    async def _engine(self, stack: contextlib.AsyncExitStack) -> Engine:
-        settings = self._settings
-        if settings.engine == "embedded":
-            # Imports vLLM and torch, which a server beside a bridge has no need of.
-            from weightsync_server.engine.drivers.embedded import start_embedded
-
-            engine: Engine = await start_embedded(
-                settings.model, settings.segment_socket, self._engine_args
-            )
-        elif settings.engine == "memory":
-            from weightsync_server.engine.drivers.memory_engine import load_memory_engine
-
-            engine = load_memory_engine(settings.model, settings.segment_socket, settings.ranks)
-        else:
-            engine = BridgeEngine(settings.engine)
-        stack.push_async_callback(engine.close)
-        return engine
+        stack.callback(self._nodes.close)
 
     def _bind(
         self,
@@ -255,6 +248,7 @@ class App:
 
         def serve(server: grpc.aio.Server) -> None:
             add_service(servicer, server)
+            add_node_service(NodeServicer(self._nodes), server)
             health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
             if add_debug_service(server):
                 logger.warning("failpoints are on; this server fails on purpose")
@@ -284,7 +278,8 @@ class App:
             await asyncio.gather(*drains)
 
         stack.push_async_callback(stop)
-        await health_service.set(PUSH, health_pb2.HealthCheckResponse.SERVING)
+        if not self._settings.follow:
+            await health_service.set(PUSH, health_pb2.HealthCheckResponse.SERVING)
         logger.info("listening on %s", ", ".join(self.addresses))
         if self.metrics_port:
             host = self._settings.metrics.rpartition(":")[0]
@@ -350,7 +345,8 @@ def _refusing_address(address: str, flag: str) -> Iterator[None]:
 def _limits(settings: Settings) -> PushLimits:
     return PushLimits(
         max_pushes=settings.max_pushes,
-        max_version_jump=settings.max_version_jump,
+        # An origin has decided already which number its version gets.
+        max_version_jump=settings.max_version_jump if not settings.follow else MAX_VERSION,
         stream_idle_timeout_s=settings.push_idle_timeout_s,
         resume_timeout_s=settings.push_resume_timeout_s,
         writer_timeout_s=settings.push_writer_timeout_s,
@@ -367,12 +363,36 @@ def _model_limits(settings: Settings) -> ModelLimits:
     )
 
 
+def _follow_options(settings: Settings) -> FollowOptions:
+    return FollowOptions(
+        settings.follow,
+        settings.follow_interval_s,
+        settings.follow_ca,
+        settings.follow_cert,
+        settings.follow_key,
+        settings.follow_token_file,
+        settings.slots,
+        settings.disk_floor_bytes,
+    )
+
+
 def _apply_limits(settings: Settings) -> ApplyLimits:
     return ApplyLimits(
         prepare_timeout_s=settings.prepare_timeout_s,
         commit_timeout_s=settings.commit_timeout_s,
         pause_lease_s=settings.pause_lease_s,
         read_ahead=settings.read_ahead,
+    )
+
+
+def _engine_options(settings: Settings, engine_args: tuple[str, ...]) -> EngineOptions:
+    return EngineOptions(
+        settings.engine_names,
+        settings.engines,
+        [settings.segment_socket, settings.lending_socket, settings.ingest_socket],
+        settings.model,
+        settings.ranks,
+        engine_args,
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from weightsync_server.app import App
+    from weightsync_server.node_host.node_server import NodeServer
 
 __all__ = ["main"]
 
@@ -86,15 +87,12 @@ def _sentence(problem: ErrorDetails) -> str:
 
 
 async def _run(settings: Settings, engine_args: list[str]) -> int:
-    # After the settings are good: importing grpc takes as long as everything before.
-    from weightsync_server.app import App
-
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    app = App(settings, engine_args)
     try:
+        app = _made(settings, engine_args)
         await app.start()
     except (WeightSyncError, OSError, RuntimeError) as error:
         sys.stderr.write(f"weightsync-server: {error}\n")
@@ -109,7 +107,26 @@ async def _run(settings: Settings, engine_args: list[str]) -> int:
     return _OK
 
 
-async def _until_end(app: App, stopped: asyncio.Event) -> str:
+def _made(settings: Settings, engine_args: list[str]) -> App | NodeServer:
+    # After the settings are good: importing grpc takes as long as everything before.
+    if settings.node_of:
+        return _node_server(settings)
+    from weightsync_server.app import App
+
+    return App(settings, engine_args)
+
+
+def _node_server(settings: Settings) -> NodeServer:
+    from weightsync_server.auth.client_tls import ClientTls
+    from weightsync_server.follow.grpc_origin import OriginAccess
+    from weightsync_server.node_host.node_server import NodeOptions, NodeServer
+
+    tls = ClientTls("the head", settings.follow_ca, settings.follow_cert, settings.follow_key)
+    head = OriginAccess(settings.node_of, tls, settings.follow_token_file)
+    return NodeServer(NodeOptions(head, settings.node_rank, settings.segment_socket))
+
+
+async def _until_end(app: App | NodeServer, stopped: asyncio.Event) -> str:
     """Return why nobody can connect any more; empty: it was asked to stop."""
     shut = asyncio.create_task(app.shut())
     asked = asyncio.create_task(stopped.wait())

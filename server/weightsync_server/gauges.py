@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightsync import clock
+from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from weightsync_server.engine import EngineSupervisor
     from weightsync_server.model import Model
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.push import PushService
@@ -21,7 +21,6 @@ def track(
     model: Model,
     processes: Processes,
     pushes: PushService,
-    engine: EngineSupervisor,
 ) -> None:
     """Have every gauge read at each scrape.
 
@@ -30,11 +29,9 @@ def track(
         model: The one model.
         processes: Those that the server keeps.
         pushes: Uploads.
-        engine: The engine.
     """
     _track_versions(metrics, model)
     _track_memory(metrics, model)
-    _track_loaders(metrics, engine)
     metrics.track(
         "weightsync_fetchers", "Fetcher processes alive.", lambda: processes.fetchers.alive
     )
@@ -56,9 +53,9 @@ def _track_versions(metrics: Metrics, model: Model) -> None:
     table = model.table
 
     def committed_ns() -> int:
-        live = model.serving.live
-        commit = table.get(live).commit if live else None
-        return commit.commit_time_ns if commit else 0
+        """Of the oldest version that an engine serves."""
+        served = [record for record in table.list() if record.serving == pb.SERVING_LIVE]
+        return min((r.commit.commit_time_ns for r in served if r.commit), default=0)
 
     def chain() -> int:
         newest = table.find(table.newest)
@@ -104,18 +101,3 @@ def _track_memory(metrics: Metrics, model: Model) -> None:
         lambda: sum(slot.state in ("receiving", "staged", "live") for slot in slots.status()),
     )
     metrics.track("weightsync_slots", "Slots configured.", lambda: len(slots.slots))
-
-
-def _track_loaders(metrics: Metrics, engine: EngineSupervisor) -> None:
-    def up() -> bool:
-        return engine.loads is not None and engine.loads.up
-
-    def arena_bytes() -> int:
-        return engine.loads.arena_bytes if engine.loads is not None else 0
-
-    metrics.track("weightsync_loader_up", "1 while every rank's loader can load.", up)
-    metrics.track(
-        "weightsync_arena_bytes",
-        "Memory that holds what was loaded beside generation, over all ranks; 0: nothing is.",
-        arena_bytes,
-    )

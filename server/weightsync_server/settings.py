@@ -12,6 +12,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from weightsync.wire.addresses import is_loopback, is_private
 from weightsync_server.auth import Endpoint, ListenerOptions
+from weightsync_server.engine.engine_names import check_engines
+from weightsync_server.follow.follow_url import check_follow
+from weightsync_server.node_host.node_url import check_node
 from weightsync_server.store.protocol import MODEL_NAME
 
 __all__ = ["Settings"]
@@ -75,10 +78,15 @@ class Settings(BaseSettings):
     )
 
     name: str = Field("default", description="Name of the model that clients use.")
-    engine: str = Field(
-        "unix:/run/weightsync/engine.sock",
-        description="unix:PATH of the bridge in vLLM, 'embedded' to host vLLM in this process, or "
-        "'memory' for an engine without vLLM that generates nothing: for tests of trainers.",
+    engine: _Several = Field(
+        [],
+        description="unix:PATH of the bridge in vLLM, of several engines several; 'embedded' to "
+        "host vLLM in this process, 'memory' for an engine without vLLM that generates nothing: "
+        "for tests of trainers; or 'none'. Default: unix:/run/weightsync/engine.sock, and none "
+        "where engines names a folder.",
+    )
+    engines: Path | None = Field(
+        None, description="Folder of engines that come and go: each NAME.sock in it is a bridge's."
     )
     model: str = Field(
         "",
@@ -89,8 +97,8 @@ class Settings(BaseSettings):
     listen: _Several = Field(
         ["127.0.0.1:50551"],
         description="gRPC addresses: HOST:PORT, unix:PATH, or unix:PATH?role=ROLE, a socket that "
-        "gives ROLE (push, apply, read or admin) to whoever may open it. Other hosts can reach an "
-        "address only with TLS and an authority file.",
+        "gives ROLE (push, apply, read, follow, member, fleet or admin) to whoever may open it. "
+        "Other hosts can reach an address only with TLS and an authority file.",
     )
     authority: Path | None = Field(
         None,
@@ -162,6 +170,26 @@ class Settings(BaseSettings):
         "ports after that of each HOST:PORT, and unix:PATH.1 and so on. 0: the server's own "
         "process receives.",
     )
+    follow: str = Field(
+        "",
+        description="Origin whose versions are fetched, kept and staged here, where no pushes are "
+        "taken then: grpc://HOST:PORT or grpcs://HOST:PORT of a server, or its store as s3://, "
+        "gs://, az:// or file:///path.",
+    )
+    follow_interval_s: float = Field(
+        1, gt=0, description="How often a store that is followed is looked for versions, seconds."
+    )
+    follow_ca: Path | None = Field(None, description="PEM: who signs the origin's certificate.")
+    follow_cert: Path | None = Field(None, description="Certificate that the origin is shown, PEM.")
+    follow_key: Path | None = Field(None, description="Its key, PEM, no password.")
+    follow_token_file: Path | None = Field(None, description="The origin's token, mode 0600.")
+    node_of: str = Field(
+        "",
+        description="grpc://HOST:PORT or grpcs://HOST:PORT of the server beside the first node of "
+        "an engine whose ranks are on several (vLLM's --nnodes): this one stages for those beside "
+        "it and does nothing else. --follow-ca, -cert, -key and -token-file are for the head then.",
+    )
+    node_rank: int = Field(0, ge=0, description="With node_of: vLLM's --node-rank here, from 1.")
     retain_versions: int = Field(8, ge=2, description="Committed versions kept in the store.")
     retain_bytes: int = Field(0, ge=0, description="Bytes kept in the store; 0: no limit.")
     delta_chain_length: int = Field(
@@ -262,9 +290,8 @@ class Settings(BaseSettings):
 
     @field_validator("engine")
     @classmethod
-    def _check_engine(cls, value: str) -> str:
-        if value not in ("embedded", "memory") and not value.startswith("unix:"):
-            raise ValueError(f"engine must be unix:PATH, 'embedded' or 'memory', not {value!r}")
+    def _check_engine(cls, value: list[str]) -> list[str]:
+        check_engines(value)
         return value
 
     @field_validator("log_level")
@@ -276,11 +303,13 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:
-        if self.engine.startswith("unix:") == bool(self.model):
+        if bool(self.model) != bool({"embedded", "memory"} & set(self.engine)):
             raise ValueError(
                 "model names what --engine embedded or memory loads: give both or neither"
             )
-        if self.ranks > 1 and self.engine != "memory":
+        if self.engines and self.engine and self.engine != ["none"]:
+            raise ValueError("engines names a folder of engines: give that, or engine, not both")
+        if self.ranks > 1 and self.engine != ["memory"]:
             raise ValueError("ranks are those of --engine memory; vLLM's come from its own flags")
         return self
 
@@ -301,6 +330,14 @@ class Settings(BaseSettings):
                     f"{endpoint.address} can be reached from other hosts and nobody is asked who "
                     "calls; give --authority FILE with tokens or certificate names"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_follow(self) -> Self:
+        files = self.follow_cert, self.follow_key, self.follow_token_file
+        ca, origin = bool(self.follow_ca), self.follow or self.node_of
+        check_node(self.node_of, self.node_rank, self.follow, ca=ca)
+        check_follow(origin, self.store, ca=ca, others=any(files))
         return self
 
     @model_validator(mode="after")
@@ -345,6 +382,11 @@ class Settings(BaseSettings):
                 "out, or --metrics 127.0.0.1:PORT"
             )
         return self
+
+    @property
+    def engine_names(self) -> list[str]:
+        """Engines that are named, default filled in."""
+        return self.engine or ([] if self.engines else ["unix:/run/weightsync/engine.sock"])
 
     @property
     def endpoints(self) -> list[Endpoint]:

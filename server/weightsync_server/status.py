@@ -8,7 +8,7 @@ from weightsync import __version__, clock
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from weightsync_server.engine import EngineSupervisor
+    from weightsync_server.engine import EngineSet
     from weightsync_server.model import Model
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.push import PushService
@@ -30,7 +30,7 @@ class StatusSource:
     Args:
         model: The one model.
         pushes: Uploads.
-        keeper: The engine.
+        engines: Of this host.
         processes: Those that the server keeps.
         metrics: Where violations are counted.
     """
@@ -39,13 +39,13 @@ class StatusSource:
         self,
         model: Model,
         pushes: PushService,
-        keeper: EngineSupervisor,
+        engines: EngineSet,
         processes: Processes,
         metrics: Metrics,
     ) -> None:
         self._model = model
         self._pushes = pushes
-        self._keeper = keeper
+        self._engines = engines
         self._processes = processes
         self._metrics = metrics
         self._started_ns = clock.wall_ns()
@@ -71,22 +71,20 @@ class StatusSource:
         table, serving = self._model.table, self._model.serving
         live, back = serving.live, serving.rollback_to
         committed = (r.version for r in table.list() if r.durability == pb.DURABILITY_COMMITTED)
-        left = table.get(back) if back else None
-        resident = (
-            left is not None
-            and left.residency == pb.RESIDENCY_STAGED
-            and self._keeper.rollback_loaded(left.content_digest)
-        )
+        engines = self._engines.status()
+        good = pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING
+        worst = next((one for one in engines if one.state not in good), None)
         return pb.ModelStatus(
             model=table.name,
             live_version=live,
             live_content_digest=table.get(live).content_digest if live else "",
             rollback_version=back,
-            rollback_resident=resident,
+            rollback_resident=bool(back) and all(one.rollback_resident for one in engines),
             newest_version=max(committed, default=0),
             epoch=self._model.epochs.newest,
-            engine=self._keeper.status(),
+            engine=worst or next(iter(engines), None),
+            engines=engines,
             slots=self._model.slots.status(),
             pushes=self._pushes.status(),
-            apply_id=self._keeper.apply_id,
+            apply_id=next((one.apply_id for one in engines if one.apply_id), ""),
         )

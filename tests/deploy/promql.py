@@ -77,7 +77,9 @@ def dashboard_queries() -> dict[str, str]:
     }
     notes = dashboard()["annotations"]["list"]
     found |= {f"annotation {note['name']}": note["expr"] for note in notes}
-    values = {"$__rate_interval": "1m", "$__interval": "1m", "$instance": ".*", "$model": ".*"}
+    values = {"$__rate_interval": "1m", "$__interval": "1m"} | dict.fromkeys(
+        ("$instance", "$model", "$engine"), ".*"
+    )
     for place, query in found.items():
         for variable, value in values.items():
             query = query.replace(variable, value)  # noqa: PLW2901 - filled in step by step

@@ -10,8 +10,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.compose_file import ROOT
 from tests.deploy.promql import alert_rules
 from weightsync_client.cli.exit_codes import MEANINGS
+from weightsync_server.follow.follow_metrics import FollowMetrics
+from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client.core import Metric
+
     from tests.deploy.conftest import LoneServer
 
 PAGE = (ROOT / "docs/operations.md").read_text()
@@ -21,13 +27,20 @@ def _section(title: str) -> str:
     return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
+def _names(families: Iterable[Metric]) -> set[str]:
+    return {family.name + ("_total" if family.type == "counter" else "") for family in families}
+
+
+def _of_a_follower() -> set[str]:
+    metrics = Metrics("m")
+    FollowMetrics(metrics)
+    return _names(metrics.registry.collect())
+
+
 def test_every_metric_is_explained(lone_server: LoneServer) -> None:
-    families = {
-        family.name + ("_total" if family.type == "counter" else "")
-        for family in text_string_to_metric_families(lone_server.scrape())
-    }
+    families = _names(text_string_to_metric_families(lone_server.scrape()))
     explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z_]+)", _section("Metrics")))
-    assert explained == families
+    assert explained == families | _of_a_follower()
 
 
 def test_every_alert_is_explained_with_its_severity() -> None:

@@ -13,7 +13,8 @@ from tests.support.disks import STEPS, FailingDisk
 from tests.unit.server.world import World, begin, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine.journal import Entry, Journal
+from weightsync_server.engine.journal import Journal
+from weightsync_server.engine.journal_file import Entry, JournalFile
 from weightsync_server.ops import durable_files
 from weightsync_server.ops.state_lock import StateLock
 from weightsync_server.store import open_store
@@ -105,7 +106,7 @@ def test_a_damaged_journal_gives_its_last_good_record(
     monkeypatch.setattr(durable_files, "fsync", lambda _: None)
     monkeypatch.setattr(durable_files, "flush_directory", lambda _: None)
     path = tmp_path / "journal"
-    journal = Journal(path)
+    journal = JournalFile(path)
     entries = [Entry("DONE", str(version), version, version - 1) for version in range(1, 5)]
     for entry in entries:
         journal.write(entry)
@@ -121,13 +122,13 @@ def test_a_damaged_journal_gives_its_last_good_record(
             data = whole[:cut] + bytes(max(0, len(whole) - cut))
         path.write_bytes(data)
         good = sum(end <= cut for end in ends) - 1
-        again = Journal(path)
-        assert again.live[0] == good
+        again = JournalFile(path)
+        assert Journal(again).live[0] == good
         # It goes on from there, and what is written now is found again.
         again.write(Entry("DONE", "next", 9, good))
         again.close()
-        last = Journal(path)
-        assert last.live == (9, good)
+        last = JournalFile(path)
+        assert Journal(last).live == (9, good)
         last.close()
 
 

@@ -14,7 +14,8 @@ from tests.unit.server.world import World, begin, content, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.deltas import ChainLimits
-from weightsync_server.engine.journal import Entry, Journal
+from weightsync_server.engine.journal import Journal
+from weightsync_server.engine.journal_file import Entry, JournalFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -157,7 +158,7 @@ def test_a_journal_that_loses_power_at_every_step(tmp_path: Path) -> None:
         folder = tmp_path / str(nth)
         folder.mkdir()
         before = Entry("DONE", "a", 1, 0)
-        journal = Journal(folder / "journal")
+        journal = JournalFile(folder / "journal")
         journal.write(before)
         journal.close()
         disk = ForgetfulDisk(folder)
@@ -167,14 +168,14 @@ def test_a_journal_that_loses_power_at_every_step(tmp_path: Path) -> None:
             lost = FailingDisk(nth, PowerLossError(), STEPS, for_ever=True)
             lost.install(patch)
             try:
-                journal = Journal(folder / "journal")
+                journal = JournalFile(folder / "journal")
                 for version in range(2, 6):
                     journal.write(entry := Entry("DONE", str(version), version, 1))
                     written = entry
             except PowerLossError:
                 pass
         disk.lose_power()
-        found = Journal(folder / "journal").last
+        found = Journal(JournalFile(folder / "journal")).last
         assert found is not None
         assert found.version in (written.version, written.version + 1)
         disk.close()

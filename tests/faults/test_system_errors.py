@@ -443,6 +443,7 @@ def test_every_failpoint_of_the_server_is_here() -> None:
         "apply.reconcile",
         "fetcher.persist",
     }
-    # Those of ingest processes are in test_ingest.py, those of loaders in test_twin_vllm.py.
-    elsewhere = ("worker.", "loader.", "bridge.", "ingest.")
+    # Those of ingest processes are in test_ingest.py, of loaders in test_twin_vllm.py, of followers
+    # in integration/test_followers.py, of fleets in test_fleet.py.
+    elsewhere = ("worker.", "loader.", "bridge.", "ingest.", "follow.", "fleet.")
     assert here == {point for point in POINTS if not point.startswith(elsewhere)}

@@ -225,7 +225,7 @@ async def play(callers: Sequence[Hostile]) -> int:
         limits = {"slot_wait_s": 0.01, "stream_idle_timeout_s": 5.0}
         async with world(folder, limits=limits, memory=64 << 20) as here:
             await here.push(_SERVED, 1)
-            here.model.serving.set_live(1)
+            here.model.serving.engine("engine").set_live(1)
             running = []
             for caller in callers:
                 running.append(asyncio.create_task(_attempt(here, caller)))

@@ -25,14 +25,17 @@ def memory_bridge(
     run_dir: Path,
     tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]],
     engine_of: Callable[..., MemoryEngine] = MemoryEngine,
+    socket: Path | None = None,
 ) -> Iterator[Any]:
-    """Serve an engine at `run_dir`/engine.sock until the block ends.
+    """Serve an engine until the block ends.
 
     Args:
         run_dir: Folder of the server's sockets.
         tensors: The checkpoint: name to (dtype, shape, bytes).
         engine_of: Makes it, of these tensors and the segment socket.
+        socket: Of the bridge; None: `run_dir`/engine.sock.
     """
+    bridge = socket or run_dir / "engine.sock"
     segments = run_dir / "segments.sock"
     engine = engine_of(tensors, segments)
     loop = asyncio.new_event_loop()
@@ -42,7 +45,7 @@ def memory_bridge(
         server = grpc.aio.server()
         servicer = EngineServicer(cast("Any", engine), str(segments))
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
-        server.add_insecure_port(f"unix:{run_dir / 'engine.sock'}")
+        server.add_insecure_port(f"unix:{bridge}")
         await server.start()
         started.set()
         await over.wait()

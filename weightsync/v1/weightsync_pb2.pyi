@@ -445,6 +445,38 @@ Applies wait until that is proved to be one version.
 """
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
+class _EngineOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EngineOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ENGINE_ORDER_UNSPECIFIED: _EngineOrder.ValueType  # 0
+    """ENGINE_ORDER_TOGETHER."""
+    ENGINE_ORDER_TOGETHER: _EngineOrder.ValueType  # 1
+    """All stand still before one is written and until all are proved: none serves the version while
+    another serves the one before. When one fails, all go back.
+    """
+    ENGINE_ORDER_ROLLING: _EngineOrder.ValueType  # 2
+    """One after the other, max_unavailable at once, while the others generate. The first failure stops
+    it, and those that went before go back.
+    """
+
+class EngineOrder(_EngineOrder, metaclass=_EngineOrderEnumTypeWrapper):
+    """In which order the engines of a host take a version."""
+
+ENGINE_ORDER_UNSPECIFIED: EngineOrder.ValueType  # 0
+"""ENGINE_ORDER_TOGETHER."""
+ENGINE_ORDER_TOGETHER: EngineOrder.ValueType  # 1
+"""All stand still before one is written and until all are proved: none serves the version while
+another serves the one before. When one fails, all go back.
+"""
+ENGINE_ORDER_ROLLING: EngineOrder.ValueType  # 2
+"""One after the other, max_unavailable at once, while the others generate. The first failure stops
+it, and those that went before go back.
+"""
+Global___EngineOrder: _TypeAlias = EngineOrder  # noqa: Y015
+
 @_typing.final
 class AcquireEpochRequest(_message.Message):
     """Asks for the writer's epoch of a model."""
@@ -1461,6 +1493,9 @@ class ApplyVersionRequest(_message.Message):
     REQUIRE_DURABLE_FIELD_NUMBER: _builtins.int
     CLEAR_REJECTED_FIELD_NUMBER: _builtins.int
     PREPARE_TIMEOUT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    MAX_UNAVAILABLE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
@@ -1478,6 +1513,12 @@ class ApplyVersionRequest(_message.Message):
     """
     clear_rejected: _builtins.bool
     """True: a rejected version is accepted again. Needs the admin role."""
+    engine: _builtins.str
+    """Name of one engine, as GetStatus lists it; empty: all engines of this host that serve."""
+    order: Global___EngineOrder.ValueType
+    """In which order several engines take it."""
+    max_unavailable: _builtins.int
+    """With ENGINE_ORDER_ROLLING: engines that may be away at once; default 1."""
     @_builtins.property
     def pause(self) -> Global___PauseOptions:
         """How to pause."""
@@ -1497,10 +1538,13 @@ class ApplyVersionRequest(_message.Message):
         require_durable: _builtins.bool | None = ...,
         clear_rejected: _builtins.bool = ...,
         prepare_timeout: _duration_pb2.Duration | None = ...,
+        engine: _builtins.str = ...,
+        order: Global___EngineOrder.ValueType = ...,
+        max_unavailable: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "clear_rejected", b"clear_rejected", "dry_run", b"dry_run", "idempotency_key", b"idempotency_key", "model", b"model", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "clear_rejected", b"clear_rejected", "dry_run", b"dry_run", "engine", b"engine", "idempotency_key", b"idempotency_key", "max_unavailable", b"max_unavailable", "model", b"model", "order", b"order", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__require_durable: _TypeAlias = _typing.Literal["require_durable"]  # noqa: Y015
     _WhichOneofArgType__require_durable: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable"]  # noqa: Y015
@@ -1809,24 +1853,62 @@ class ApplyReport(_message.Message):
 Global___ApplyReport: _TypeAlias = ApplyReport  # noqa: Y015
 
 @_typing.final
+class EngineReport(_message.Message):
+    """What became of one engine in an apply or a rollback."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Name of the engine."""
+    absent: _builtins.str
+    """Why it took no part; it is brought to the version of its host before it serves."""
+    @_builtins.property
+    def report(self) -> Global___ApplyReport:
+        """What was done; unset: it took no part."""
+
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        report: Global___ApplyReport | None = ...,
+        absent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "engine", b"engine", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineReport: _TypeAlias = EngineReport  # noqa: Y015
+
+@_typing.final
 class ApplyVersionResponse(_message.Message):
     """The answer to an apply."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REPORT_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def report(self) -> Global___ApplyReport:
-        """What was done."""
+        """What was done. Of several engines: their sums and their slowest, no ranks."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineReport]:
+        """Each engine of the host, or the one that was named, in the order of their names."""
 
     def __init__(
         self,
         *,
         report: Global___ApplyReport | None = ...,
+        engines: _abc.Iterable[Global___EngineReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1842,12 +1924,21 @@ class RollbackRequest(_message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    MAX_UNAVAILABLE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     idempotency_key: _builtins.str
     """As in ApplyVersionRequest."""
     reason: _builtins.str
     """Why, for logs and status. At most 1024 bytes."""
+    engine: _builtins.str
+    """As in ApplyVersionRequest."""
+    order: Global___EngineOrder.ValueType
+    """As in ApplyVersionRequest."""
+    max_unavailable: _builtins.int
+    """As in ApplyVersionRequest."""
     @_builtins.property
     def pause(self) -> Global___PauseOptions:
         """How to pause."""
@@ -1859,10 +1950,13 @@ class RollbackRequest(_message.Message):
         idempotency_key: _builtins.str = ...,
         pause: Global___PauseOptions | None = ...,
         reason: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        order: Global___EngineOrder.ValueType = ...,
+        max_unavailable: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "model", b"model", "pause", b"pause", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "idempotency_key", b"idempotency_key", "max_unavailable", b"max_unavailable", "model", b"model", "order", b"order", "pause", b"pause", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1876,21 +1970,27 @@ class RollbackResponse(_message.Message):
 
     REPORT_FIELD_NUMBER: _builtins.int
     REJECTED_VERSION_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     rejected_version: _builtins.int
-    """The version that was left and is now rejected."""
+    """The version that was left and is now rejected; 0: it could not be."""
     @_builtins.property
     def report(self) -> Global___ApplyReport:
-        """What was done."""
+        """What was done, as in ApplyVersionResponse."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineReport]:
+        """As in ApplyVersionResponse."""
 
     def __init__(
         self,
         *,
         report: Global___ApplyReport | None = ...,
         rejected_version: _builtins.int = ...,
+        engines: _abc.Iterable[Global___EngineReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rejected_version", b"rejected_version", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "rejected_version", b"rejected_version", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2370,6 +2470,7 @@ class PullWeightsRequest(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
@@ -2380,6 +2481,10 @@ class PullWeightsRequest(_message.Message):
     """Offset in bytes to begin at; only with shard."""
     chunk_bytes: _builtins.int
     """Bytes per chunk; default 1 MiB, at most 2 MiB."""
+    delta: _builtins.bool
+    """The shards of the delta that the store keeps of it, as docs/delta-format.md says, and not its own:
+    FAILED_PRECONDITION where it is kept in full.
+    """
     def __init__(
         self,
         *,
@@ -2388,10 +2493,11 @@ class PullWeightsRequest(_message.Message):
         shard: _builtins.int | None = ...,
         offset: _builtins.int = ...,
         chunk_bytes: _builtins.int = ...,
+        delta: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "chunk_bytes", b"chunk_bytes", "model", b"model", "offset", b"offset", "shard", b"shard", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "chunk_bytes", b"chunk_bytes", "delta", b"delta", "model", b"model", "offset", b"offset", "shard", b"shard", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
     _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
@@ -2451,23 +2557,67 @@ class VerifyVersionRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
     """The version that should be live; 0: the one the server believes to be live."""
+    engine: _builtins.str
+    """Name of one engine; empty: all that serve."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         version: _builtins.int = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model", b"model", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyVersionRequest: _TypeAlias = VerifyVersionRequest  # noqa: Y015
+
+@_typing.final
+class EngineProof(_message.Message):
+    """What one engine's ranks found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Name of the engine."""
+    verified: _builtins.bool
+    """True when every rank's live parameters hold exactly the version."""
+    version: _builtins.int
+    """The version compared with."""
+    absent: _builtins.str
+    """Why the engine was not asked: it serves nothing. It counts for nothing in `verified` of the whole."""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
+        """What each rank found."""
+
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        verified: _builtins.bool = ...,
+        version: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___RankResult] | None = ...,
+        absent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "engine", b"engine", "ranks", b"ranks", "verified", b"verified", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineProof: _TypeAlias = EngineProof  # noqa: Y015
 
 @_typing.final
 class VerifyVersionResponse(_message.Message):
@@ -2479,15 +2629,20 @@ class VerifyVersionResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     verified: _builtins.bool
     """True when every rank's live parameters hold exactly this version."""
     version: _builtins.int
-    """The version compared with."""
+    """The version compared with; 0: not the same one on every engine."""
     content_digest: _builtins.str
     """Its content digest."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
-        """What each rank found."""
+        """What each rank found; of several engines none."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineProof]:
+        """What each engine found."""
 
     def __init__(
         self,
@@ -2496,10 +2651,11 @@ class VerifyVersionResponse(_message.Message):
         version: _builtins.int = ...,
         content_digest: _builtins.str = ...,
         ranks: _abc.Iterable[Global___RankResult] | None = ...,
+        engines: _abc.Iterable[Global___EngineProof] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "ranks", b"ranks", "verified", b"verified", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "engines", b"engines", "ranks", b"ranks", "verified", b"verified", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2641,6 +2797,12 @@ class EngineStatus(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    LIVE_VERSION_FIELD_NUMBER: _builtins.int
+    LIVE_CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    ROLLBACK_VERSION_FIELD_NUMBER: _builtins.int
+    ROLLBACK_RESIDENT_FIELD_NUMBER: _builtins.int
+    APPLY_ID_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """What it is doing."""
     reason: _builtins.str
@@ -2651,6 +2813,18 @@ class EngineStatus(_message.Message):
     """Release of vLLM."""
     kind: _builtins.str
     """bridge or embedded."""
+    name: _builtins.str
+    """Its name: the file name of its socket without the suffix, or how the server was told to make it."""
+    live_version: _builtins.int
+    """The version that every rank serves; 0: none known."""
+    live_content_digest: _builtins.str
+    """Its content digest."""
+    rollback_version: _builtins.int
+    """The version that Rollback of this engine would go to; 0: none."""
+    rollback_resident: _builtins.bool
+    """True when that lies in memory, and where versions are loaded, loaded."""
+    apply_id: _builtins.str
+    """Apply in progress; empty: none."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
         """What each rank serves."""
@@ -2674,10 +2848,16 @@ class EngineStatus(_message.Message):
         ranks: _abc.Iterable[Global___RankResult] | None = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
+        name: _builtins.str = ...,
+        live_version: _builtins.int = ...,
+        live_content_digest: _builtins.str = ...,
+        rollback_version: _builtins.int = ...,
+        rollback_resident: _builtins.bool = ...,
+        apply_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "ranks", b"ranks", "reason", b"reason", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "name", b"name", "ranks", b"ranks", "reason", b"reason", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2700,14 +2880,15 @@ class ModelStatus(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     PUSHES_FIELD_NUMBER: _builtins.int
     APPLY_ID_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     live_version: _builtins.int
-    """The live version; 0: none known."""
+    """The live version; 0: none known, or not the same one on every engine."""
     live_content_digest: _builtins.str
     """Its content digest."""
     rollback_version: _builtins.int
-    """The version that Rollback would go to; 0: none."""
+    """The version that Rollback would go to; 0: none, or not the same one on every engine."""
     rollback_resident: _builtins.bool
     """True when the rollback version lies in memory, and where versions are loaded, loaded."""
     newest_version: _builtins.int
@@ -2718,7 +2899,9 @@ class ModelStatus(_message.Message):
     """Apply in progress; empty: none."""
     @_builtins.property
     def engine(self) -> Global___EngineStatus:
-        """The engine."""
+        """The engine; of several the first one, in the order of their names, that does not serve, else the
+        first. `engines` has them all.
+        """
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotStatus]:
@@ -2727,6 +2910,10 @@ class ModelStatus(_message.Message):
     @_builtins.property
     def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PushStatus]:
         """Open pushes."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
+        """Every engine of this host, in the order of their names."""
 
     def __init__(
         self,
@@ -2742,10 +2929,11 @@ class ModelStatus(_message.Message):
         slots: _abc.Iterable[Global___SlotStatus] | None = ...,
         pushes: _abc.Iterable[Global___PushStatus] | None = ...,
         apply_id: _builtins.str = ...,
+        engines: _abc.Iterable[Global___EngineStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "engine", b"engine", "epoch", b"epoch", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "model", b"model", "newest_version", b"newest_version", "pushes", b"pushes", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "engine", b"engine", "engines", b"engines", "epoch", b"epoch", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "model", b"model", "newest_version", b"newest_version", "pushes", b"pushes", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

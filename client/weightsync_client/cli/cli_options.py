@@ -14,9 +14,12 @@ __all__ = [
     "Address",
     "After",
     "Cache",
+    "EngineName",
     "Json",
     "Key",
+    "MaxUnavailable",
     "Model",
+    "Order",
     "Pause",
     "Version",
     "Wait",
@@ -64,6 +67,30 @@ Wait = Annotated[
     float | None, typer.Option("--wait-timeout", help="With --pause wait: seconds to wait.")
 ]
 Version = Annotated[int, typer.Argument(min=0, max=MAX_VERSION, help="Version.")]
+EngineName = Annotated[
+    str,
+    typer.Option(
+        "--engine", help="Only this engine, as `weightsync status` names it.", show_default="all"
+    ),
+]
+Order = Annotated[
+    str | None,
+    typer.Option(
+        "--order",
+        help="Several engines: together (all in one pause) or rolling (in turn, while the others "
+        "generate).",
+        show_default="together",
+    ),
+]
+MaxUnavailable = Annotated[
+    int,
+    typer.Option(
+        "--max-unavailable",
+        min=0,
+        help="With --order rolling: engines away at once.",
+        show_default="1",
+    ),
+]
 After = Annotated[str, typer.Option("--after-wait", help="With --pause wait: then keep or abort.")]
 
 

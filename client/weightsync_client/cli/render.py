@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import datetime as dt
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import typer
@@ -89,31 +89,56 @@ def _writers(push: types.PushStatus) -> str:
     return text
 
 
-def _ranks(ranks: tuple[types.RankResult, ...]) -> None:
+def _ranks(ranks: tuple[types.RankResult, ...], indent: str = "  ") -> None:
     for rank in ranks:
         state = f"version {rank.version}" if rank.version else "no whole version"
         note = f": {rank.error}" if rank.error else ""
         if rank.device_used_bytes:
             used, room = size(rank.device_used_bytes), size(rank.device_room_bytes)
             note = f", {used} of its device taken, room for {room}{note}"
-        typer.echo(f"  rank {rank.rank}: {state} {rank.content_digest}{note}")
+        typer.echo(f"{indent}rank {rank.rank}: {state} {rank.content_digest}{note}")
         if rank.loader is not None:
-            _loader(rank, rank.loader)
+            _loader(rank, rank.loader, f"{indent}  ")
 
 
-def _loader(rank: types.RankResult, loader: types.LoaderStatus) -> None:
+def _loader(rank: types.RankResult, loader: types.LoaderStatus, indent: str) -> None:
     what = f" version {loader.version}" if loader.version else ""
     done = f", {loader.percent} %" if loader.state is types.LoaderState.LOADING else ""
     typer.echo(
-        f"    versions are loaded beside generation ({rank.transform_reason or 'as before'})\n"
-        f"    loader {loader.state.value}{what}{done}, {size(loader.arena_bytes)} of memory, "
+        f"{indent}versions are loaded beside generation ({rank.transform_reason or 'as before'})\n"
+        f"{indent}loader {loader.state.value}{what}{done}, {size(loader.arena_bytes)} of memory, "
         f"last load {loader.load_s:.1f} s, started again {loader.restarts} times"
-        + (f"\n    last failure: {loader.last_error}" if loader.last_error else "")
+        + (f"\n{indent}last failure: {loader.last_error}" if loader.last_error else "")
     )
 
 
 def show_apply(report: types.ApplyReport) -> None:
     """Print what an apply did, or would do."""
+    _outcome(report)
+    if len(report.engines) > 1:
+        _engine_reports(report.engines)
+    elif _changed(report):
+        _ranks(report.ranks)
+
+
+def _changed(report: types.ApplyReport) -> bool:
+    return report.plan is None and report.outcome != types.ApplyOutcome.ALREADY_LIVE
+
+
+def _engine_reports(engines: tuple[types.EngineReport, ...]) -> None:
+    for one in engines:
+        if one.report is None:
+            typer.echo(f"  engine {one.engine} took no part: {one.absent}")
+            continue
+        report = one.report
+        paused = f", paused {report.phases.paused_total_s * 1e3:.1f} ms"
+        outcome = report.outcome.value.replace("_", " ")
+        typer.echo(f"  engine {one.engine}: {outcome}{paused if _changed(report) else ''}")
+        if _changed(report):
+            _ranks(report.ranks, "    ")
+
+
+def _outcome(report: types.ApplyReport) -> None:
     if report.plan is not None:
         plan = report.plan
         store = ", after reading it from the store" if plan.read_from_store else ""
@@ -129,19 +154,32 @@ def show_apply(report: types.ApplyReport) -> None:
     if report.outcome == types.ApplyOutcome.ALREADY_LIVE:
         typer.echo(f"version {report.version} was live already; nothing was done")
         return
+    reports = [one.report for one in report.engines if one.report is not None]
+    moved = (one.previous_version for one in reports if _changed(one))
+    before = _each(report.previous_version, moved)
     typer.echo(
-        f"version {report.version} is live (before: {report.previous_version or 'none'}); "
+        f"version {report.version} is live (before: {before}); "
         f"paused {phases.paused_total_s * 1e3:.1f} ms: commit {phases.commit_s * 1e3:.1f}, "
         f"verify {phases.verify_s * 1e3:.1f}; prepared in {phases.prepare_s:.2f} s"
     )
-    _ranks(report.ranks)
 
 
 def show_verification(result: types.Verification) -> None:
     """Print a proof."""
-    verdict = "holds" if result.verified else "does NOT hold"
-    typer.echo(f"every rank {verdict} version {result.version} {result.content_digest}")
+    if len(result.engines) > 1:
+        for one in result.engines:
+            if one.absent:
+                typer.echo(f"engine {one.engine} was not asked: {one.absent}")
+                continue
+            typer.echo(f"engine {one.engine}: every rank {_verdict(one)} version {one.version}")
+            _ranks(one.ranks)
+        return
+    typer.echo(f"every rank {_verdict(result)} version {result.version} {result.content_digest}")
     _ranks(result.ranks)
+
+
+def _verdict(proof: types.Verification | types.EngineProof) -> str:
+    return "holds" if proof.verified else "does NOT hold"
 
 
 def _state(version: types.Version) -> str:
@@ -200,20 +238,14 @@ def show_status(status: types.Status) -> None:
         if count:
             typer.echo(f"  INVARIANT {name} violated {count} times")
     for model in status.models:
-        engine = model.engine
-        back = str(model.rollback_version or "none")
-        if model.rollback_version and not model.rollback_resident:
-            back += " (from the store)"
-        reason = f" ({engine.reason})" if engine.reason else ""
-        typer.echo(
-            f"model {model.model}: live {model.live_version or 'none'}, newest "
-            f"{model.newest_version or 'none'}, rollback to {back}"
-        )
-        vllm = f" vLLM {engine.vllm_version}" if engine.vllm_version else ""
-        typer.echo(f"  engine {engine.state}{reason} {engine.kind}{vllm}")
-        for warning in engine.warnings:
-            typer.echo(f"  WARNING {warning}")
-        _ranks(engine.ranks)
+        _versions(model)
+        if len(model.engines) > 1:
+            for one in model.engines:
+                _engine(one, f" {one.name}: version {one.live_version or 'none'},", "    ")
+        elif model.engine.state is types.EngineState.UNSPECIFIED:
+            typer.echo("  no engine")
+        else:
+            _engine(model.engine, "", "  ")
         if model.apply_id:
             typer.echo(f"  apply {model.apply_id} in progress")
         for slot in model.slots:
@@ -228,6 +260,31 @@ def show_status(status: types.Status) -> None:
                 + (", unchecked" if push.layout_check is types.LayoutCheck.UNCHECKED else "")
                 + _writers(push)
             )
+
+
+def _versions(model: types.ModelStatus) -> None:
+    live = _each(model.live_version, (one.live_version for one in model.engines))
+    back = _each(model.rollback_version, (one.rollback_version for one in model.engines))
+    if model.rollback_version and not model.rollback_resident:
+        back += " (from the store)"
+    typer.echo(
+        f"model {model.model}: live {live}, newest "
+        f"{model.newest_version or 'none'}, rollback to {back}"
+    )
+
+
+def _each(common: int, versions: Iterable[int]) -> str:
+    """Return the version of all engines, or those that they differ in, or that there is none."""
+    return str(common or " and ".join(map(str, sorted({*versions} - {0}))) or "none")
+
+
+def _engine(engine: types.EngineStatus, name: str, indent: str) -> None:
+    reason = f" ({engine.reason})" if engine.reason else ""
+    vllm = f" vLLM {engine.vllm_version}" if engine.vllm_version else ""
+    typer.echo(f"  engine{name} {engine.state}{reason} {engine.kind}{vllm}")
+    for warning in engine.warnings:
+        typer.echo(f"{indent}WARNING {warning}")
+    _ranks(engine.ranks, indent)
 
 
 @contextlib.contextmanager

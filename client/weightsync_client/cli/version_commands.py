@@ -12,7 +12,7 @@ from weightsync.errors import Reason
 from weightsync.model.manifest import MAX_VERSION
 from weightsync_client import types
 from weightsync_client.cli import render
-from weightsync_client.cli.cli_options import Address, Json, Model, Version, connect
+from weightsync_client.cli.cli_options import Address, EngineName, Json, Model, Version, connect
 from weightsync_client.cli.exit_codes import ExitCode
 from weightsync_client.errors import refuse
 from weightsync_client.options import DEFAULT_ADDRESS
@@ -79,13 +79,14 @@ def pull(
 def verify(
     version: _Version = 0,
     *,
+    engine: EngineName = "",
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
     json: Json = False,
 ) -> None:
     """Prove what every rank serves. Exit code 6: not what it should."""
     with connect(address, model) as client:
-        result = client.verify(version)
+        result = client.verify(version, engine=engine)
     if json:
         render.show_json(result)
     else:

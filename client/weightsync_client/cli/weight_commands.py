@@ -16,15 +16,25 @@ from weightsync_client.cli.cli_options import (
     Address,
     After,
     Cache,
+    EngineName,
     Json,
     Key,
+    MaxUnavailable,
     Model,
+    Order,
     Pause,
     Wait,
     connect,
 )
 from weightsync_client.errors import refuse
-from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PauseChoices, PushOptions
+from weightsync_client.options import (
+    DEFAULT_ADDRESS,
+    ApplyOptions,
+    EngineChoices,
+    PauseChoices,
+    PushOptions,
+    RollbackOptions,
+)
 from weightsync_client.push.session import NOTHING_SENT
 
 __all__ = ["abort", "apply", "epoch", "push", "rollback"]
@@ -59,6 +69,17 @@ def _set_pause(
         choices["after_wait"] = after_wait
     if key:
         choices["idempotency_key"] = key
+
+
+def _set_engines(
+    choices: EngineChoices, engine: str, order: str | None, max_unavailable: int
+) -> None:
+    if engine:
+        choices["engine"] = engine
+    if order is not None:
+        choices["order"] = order
+    if max_unavailable:
+        choices["max_unavailable"] = max_unavailable
 
 
 @contextlib.contextmanager
@@ -164,6 +185,9 @@ def apply(
         float | None, typer.Option(help="Longest preparation in seconds.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Longest wait in seconds.")] = None,
+    engine: EngineName = "",
+    order: Order = None,
+    max_unavailable: MaxUnavailable = 0,
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
@@ -174,6 +198,7 @@ def apply(
         dry_run=dry_run, require_durable=not allow_not_durable, clear_rejected=clear_rejected
     )
     _set_pause(options, pause, cache, wait_timeout, after_wait, key)
+    _set_engines(options, engine, order, max_unavailable)
     if prepare_timeout is not None:
         options["prepare_timeout_s"] = prepare_timeout
     if timeout is not None:
@@ -190,21 +215,28 @@ def rollback(
     cache: Cache = None,
     wait_timeout: Wait = None,
     after_wait: After = "keep",
+    engine: EngineName = "",
+    order: Order = None,
+    max_unavailable: MaxUnavailable = 0,
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
     json: Json = False,
 ) -> None:
     """Go back to the previous version. The one that is left is marked rejected."""
-    choices = PauseChoices()
+    choices = RollbackOptions()
     _set_pause(choices, pause, cache, wait_timeout, after_wait, key)
+    _set_engines(choices, engine, order, max_unavailable)
     with connect(address, model) as client, _explain_interrupt(_GOES_ON):
         result = client.rollback(reason, **choices)
     if json:
         render.show_json(result)
         return
     render.show_apply(result.report)
-    typer.echo(f"version {result.rejected_version} is now rejected")
+    if result.rejected_version:
+        typer.echo(f"version {result.rejected_version} is now rejected")
+    else:
+        typer.echo("the version that was left could not be marked rejected", err=True)
 
 
 def epoch(

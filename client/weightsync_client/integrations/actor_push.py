@@ -74,12 +74,15 @@ class ActorPush:
         return models[client.model]
 
     def engine_ranks(self) -> int:
-        """Return how many ranks of the engine serve a version; 0: none yet, or it is away.
+        """Return how many ranks of all engines serve a version; 0: none yet, or all are away.
 
         Raises:
             ClientError: As of `status`.
         """
-        return len([rank for rank in self.status().engine.ranks if rank.version])
+        status = self.status()
+        # An earlier server tells of the one that it has.
+        engines = status.engines or (status.engine,)
+        return len([rank for engine in engines for rank in engine.ranks if rank.version])
 
     async def push_only(
         self, pairs: Iterator[Pair], labels: Callable[[], Mapping[str, str]]

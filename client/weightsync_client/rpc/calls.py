@@ -16,7 +16,13 @@ from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import types
 from weightsync_client.errors import refuse
-from weightsync_client.options import ApplyOptions, PauseChoices, Timeouts
+from weightsync_client.options import (
+    ApplyOptions,
+    EngineChoices,
+    PauseChoices,
+    RollbackOptions,
+    Timeouts,
+)
 from weightsync_client.rpc import convert
 from weightsync_client.rpc.validate import flag, seconds, text, whole_number
 
@@ -44,6 +50,14 @@ __all__ = [
 
 T = TypeVar("T")
 
+#: Of the names that the protocol has for choices.
+_PREFIXES: dict[type[enum.StrEnum], str] = {
+    types.CacheMode: "CACHE_MODE",
+    types.EngineOrder: "ENGINE_ORDER",
+    types.PauseMode: "PAUSE_MODE",
+}
+#: The most that a message can carry; no host has so many engines.
+_MOST_UNAVAILABLE = 2**32 - 1
 #: Characters of what a writer tells the others.
 _MOST_REASON = 512
 
@@ -87,8 +101,7 @@ def _choice(kind: type[enum.StrEnum], value: str, option: str) -> str:
         raise refuse(
             Reason.REQUEST_INVALID, f"{option} is {str(value)!r}; use one of {', '.join(allowed)}"
         )
-    prefix = "PAUSE_MODE" if kind is types.PauseMode else "CACHE_MODE"
-    return f"{prefix}_{value}".upper()
+    return f"{_PREFIXES[kind]}_{value}".upper()
 
 
 def _pause_options(options: PauseChoices) -> pb.PauseOptions:
@@ -103,6 +116,16 @@ def _pause_options(options: PauseChoices) -> pb.PauseOptions:
         mode = _choice(types.PauseMode, options["after_wait"], "after_wait")
         pause.after_wait = pb.PauseMode.Value(mode)
     return pause
+
+
+def _choose_engines(
+    request: pb.ApplyVersionRequest | pb.RollbackRequest, options: EngineChoices
+) -> None:
+    request.engine = text("engine", options.get("engine") or "")
+    if order := options.get("order"):
+        request.order = pb.EngineOrder.Value(_choice(types.EngineOrder, order, "order"))
+    unavailable = whole_number("max_unavailable", options.get("max_unavailable", 0))
+    request.max_unavailable = min(unavailable, _MOST_UNAVAILABLE)
 
 
 def _key(options: PauseChoices) -> str:
@@ -161,12 +184,13 @@ def apply_version(
     if "prepare_timeout_s" in options:
         prepare_s = _duration("prepare_timeout_s", options["prepare_timeout_s"])
         request.prepare_timeout.CopyFrom(prepare_s)
+    _choose_engines(request, options)
     timeout = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
-    return Call("ApplyVersion", request, timeout, lambda m: convert.to_report(m.report))
+    return Call("ApplyVersion", request, timeout, lambda m: convert.to_report(m.report, m.engines))
 
 
 def rollback(
-    model: str, reason: str, options: PauseChoices, timeouts: Timeouts
+    model: str, reason: str, options: RollbackOptions, timeouts: Timeouts
 ) -> Call[types.RollbackReport]:
     """Go back to the previous version."""
     request = pb.RollbackRequest(
@@ -175,6 +199,7 @@ def rollback(
         pause=_pause_options(options),
         reason=text("reason", reason),
     )
+    _choose_engines(request, options)
     timeout = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
     return Call("Rollback", request, timeout, convert.to_rollback)
 
@@ -227,9 +252,13 @@ def delete_version(model: str, version: int, *, force: bool, timeouts: Timeouts)
     return Call("DeleteVersion", request, timeouts.call_s, _nothing)
 
 
-def verify_version(model: str, version: int, timeouts: Timeouts) -> Call[types.Verification]:
+def verify_version(
+    model: str, version: int, timeouts: Timeouts, engine: str = ""
+) -> Call[types.Verification]:
     """Prove what is served."""
-    request = pb.VerifyVersionRequest(model=model, version=whole_number("version", version))
+    request = pb.VerifyVersionRequest(
+        model=model, version=whole_number("version", version), engine=text("engine", engine)
+    )
     return Call("VerifyVersion", request, timeouts.apply_s, convert.to_verification)
 
 

@@ -10,6 +10,8 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import types
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from google.protobuf.duration_pb2 import Duration
     from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -163,8 +165,13 @@ def _pause(m: pb.PauseOptions) -> types.PauseUsed:
     )
 
 
-def to_report(m: pb.ApplyReport) -> types.ApplyReport:
-    """Convert the report of an apply."""
+def to_report(m: pb.ApplyReport, engines: Iterable[pb.EngineReport] = ()) -> types.ApplyReport:
+    """Convert the report of an apply.
+
+    Args:
+        m: Of all engines together, or of one.
+        engines: What became of each.
+    """
     plan = types.ApplyPlan(
         m.plan.bytes,
         _seconds(m.plan.predicted_pause),
@@ -186,17 +193,34 @@ def to_report(m: pb.ApplyReport) -> types.ApplyReport:
         plan=plan if m.HasField("plan") else None,
         durability=_enum(types.Durability, m.durability),
         strategy=_enum(types.ApplyStrategy, m.strategy),
+        engines=tuple(map(_engine_report, engines)),
+    )
+
+
+def _engine_report(m: pb.EngineReport) -> types.EngineReport:
+    return types.EngineReport(
+        m.engine, to_report(m.report) if m.HasField("report") else None, m.absent
     )
 
 
 def to_rollback(m: pb.RollbackResponse) -> types.RollbackReport:
     """Convert the answer to a rollback."""
-    return types.RollbackReport(to_report(m.report), m.rejected_version)
+    return types.RollbackReport(to_report(m.report, m.engines), m.rejected_version)
 
 
 def to_verification(m: pb.VerifyVersionResponse) -> types.Verification:
     """Convert a proof."""
-    return types.Verification(m.verified, m.version, m.content_digest, tuple(map(_rank, m.ranks)))
+    return types.Verification(
+        m.verified,
+        m.version,
+        m.content_digest,
+        tuple(map(_rank, m.ranks)),
+        tuple(map(_proof, m.engines)),
+    )
+
+
+def _proof(m: pb.EngineProof) -> types.EngineProof:
+    return types.EngineProof(m.engine, m.verified, m.version, tuple(map(_rank, m.ranks)), m.absent)
 
 
 def _engine(m: pb.EngineStatus) -> types.EngineStatus:
@@ -209,6 +233,12 @@ def _engine(m: pb.EngineStatus) -> types.EngineStatus:
         ranks=tuple(map(_rank, m.ranks)),
         capabilities=tuple(m.capabilities),
         warnings=tuple(m.warnings),
+        name=m.name,
+        live_version=m.live_version,
+        live_content_digest=m.live_content_digest,
+        rollback_version=m.rollback_version,
+        rollback_resident=m.rollback_resident,
+        apply_id=m.apply_id,
     )
 
 
@@ -243,6 +273,7 @@ def _model(m: pb.ModelStatus) -> types.ModelStatus:
         slots=tuple(map(_slot, m.slots)),
         pushes=tuple(map(_push, m.pushes)),
         apply_id=m.apply_id,
+        engines=tuple(map(_engine, m.engines)),
     )
 
 

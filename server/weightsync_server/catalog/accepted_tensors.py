@@ -45,11 +45,11 @@ class AcceptedTensors:
         commits: Has their manifests.
 
     Attributes:
-        ask: Asks the engine for those that are not known; None: there is no engine.
+        asks: Ask the engines, by name, for those that are not known.
     """
 
     def __init__(self, table: VersionTable, commits: CommitService) -> None:
-        self.ask: Ask | None = None
+        self.asks: dict[str, Ask] = {}
         self._table = table
         self._commits = commits
         self._kinds: set[_Kind] = set()
@@ -91,7 +91,7 @@ class AcceptedTensors:
         Raises:
             WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
         """
-        if not self._kinds or self.ask is None:
+        if not self._kinds or not self.asks:
             return False
         kinds, others = await asyncio.to_thread(self._others, tensors)
         if not others:
@@ -102,7 +102,8 @@ class AcceptedTensors:
             raise WeightSyncError(Reason.ENGINE_REFUSED, message, metadata=facts)
         known = self._kinds
         try:
-            taken = await self.ask(others)
+            # Every engine is asked, also after one that could not be.
+            taken = all([await ask(others) for ask in tuple(self.asks.values())])
         except WeightSyncError as error:
             if error.reason is Reason.ENGINE_REFUSED:
                 self._remember(heads, error)

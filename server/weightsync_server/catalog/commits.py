@@ -184,7 +184,8 @@ class CommitService:
 
     async def scrub(self, record: VersionRecord) -> None:
         """Remove what the store holds of a version, for ever."""
-        await self._pins.use(record.version)
+        if not record.local:
+            await self._pins.use(record.version)
         await self._store.delete(record.model, record.version)
         # A mark of a version that is gone harms nobody.
         with contextlib.suppress(WeightSyncError):

@@ -73,6 +73,13 @@ class Epochs:
             # To its end even if the caller leaves: what is written must count.
             return await to_end(asyncio.ensure_future(self._rise(holder)))
 
+    async def follow(self, epoch: int) -> None:
+        """Take over an epoch that another server's writers have, if it is newer; persisted."""
+        async with self.lock:
+            if epoch > self.newest:
+                await self._store.write_epoch(self._model, epoch)
+                self.newest = epoch
+
     async def _rise(self, holder: str) -> int:
         # Another server that uses the store may have gone further.
         epoch = max(self.newest, await self._store.read_epoch(self._model)) + 1

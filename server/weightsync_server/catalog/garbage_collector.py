@@ -57,7 +57,7 @@ class GarbageCollector:
 
     def use(self, record: VersionRecord) -> str:
         """Tell why a version must stay, with what to do about it; empty: it need not."""
-        if record.version == self._serving.live:
+        if self._serving.is_live(record.version):
             return "live; apply another version first"
         if record.durability != pb.DURABILITY_COMMITTED:
             return "being pushed; abort the push instead"
@@ -81,7 +81,7 @@ class GarbageCollector:
         """
         record = self._table.get(version)
         need = self.need(record)
-        if not need and not force and version == self._serving.rollback_to:
+        if not need and not force and version in self._serving.ways_back:
             need = "the one that a rollback would go back to; delete it with force if it may go"
         if need:
             raise WeightSyncError(
@@ -112,7 +112,8 @@ class GarbageCollector:
 
     def _kept(self, record: VersionRecord) -> bool:
         in_use = bool(self.use(record)) or record.slot is not None or record.holds > 0
-        return in_use or record.version in (self._table.newest, self._serving.rollback_to)
+        back = self._serving.ways_back
+        return in_use or record.version == self._table.newest or record.version in back
 
     async def _collect(self) -> None:
         if not await self._commits.collects():

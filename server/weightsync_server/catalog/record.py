@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.local_numbers import FIRST_LOCAL, LOCAL_BEFORE
 from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
@@ -118,6 +119,16 @@ class VersionRecord:
         while (base := found[-1].base) is not None:
             found.append(base)
         return found
+
+    @property
+    def local(self) -> bool:
+        """This host alone has it: the checkpoint of a follower's engine, which its origin lacks."""
+        return self.version >= FIRST_LOCAL and not self.push_id
+
+    @property
+    def order(self) -> int:
+        """By this versions are ordered; what is local is older than all that has come."""
+        return self.version - LOCAL_BEFORE if self.local else self.version
 
     @property
     def place(self) -> Residence:

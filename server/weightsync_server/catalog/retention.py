@@ -59,7 +59,7 @@ class Retention:
             records: Committed versions.
             kept: True for versions that are never collected; they count all the same.
         """
-        ordered = sorted(records, key=lambda record: record.version)
+        ordered = sorted(records, key=lambda record: record.order)
         count = len(ordered)
         size = sum(map(_stored, ordered))
         chosen = []

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from weightsync_server.catalog.pins import Pins
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.catalog.table import VersionTable
 
-__all__ = ["ServingHistory", "ServingState"]
+__all__ = ["EngineServing", "ServingHistory", "ServingState"]
 
 _KEPT = 64
 
@@ -43,23 +43,26 @@ class ServingHistory:
         return next((v for v in reversed(self._versions) if v != live and good(v)), 0)
 
 
-class ServingState:
-    """What the engine serves of one model. Changed on the event loop only.
+class EngineServing:
+    """What one engine serves, and served before. Changed on the event loop only.
 
     Args:
+        name: Of the engine.
         table: The versions of the model.
-        pins: What people decided about them.
+        on_change: Called with the version that was live until now, and the one that is; 0: none.
 
     Attributes:
+        name: Of the engine.
         live: The version that every rank serves; 0: none does.
-        on_replaced: Called with a version that was live until now.
     """
 
-    def __init__(self, table: VersionTable, pins: Pins) -> None:
+    def __init__(
+        self, name: str, table: VersionTable, on_change: Callable[[int, int], None]
+    ) -> None:
+        self.name = name
         self.live = 0
-        self.on_replaced: Callable[[VersionRecord], None] = lambda _: None
         self._table = table
-        self._pins = pins
+        self._on_change = on_change
         self._history = ServingHistory()
 
     @property
@@ -79,16 +82,70 @@ class ServingState:
 
     def set_live(self, version: int) -> None:
         """Take note that every rank serves a version; 0: none does."""
-        before = self._table.find(self.live)
-        if version and version != self.live:
+        before = self.live
+        if version and version != before:
             self._history.add(version)
         self.live = version
-        for record in (before, self._table.find(version)):
+        self._on_change(before, version)
+
+
+class ServingState:
+    """What the engines of one model serve, and what they may. Changed on the event loop only.
+
+    Args:
+        table: The versions of the model.
+        pins: What people decided about them.
+
+    Attributes:
+        on_replaced: Called with a version that was live until now.
+    """
+
+    def __init__(self, table: VersionTable, pins: Pins) -> None:
+        self.on_replaced: Callable[[VersionRecord], None] = lambda _: None
+        self._table = table
+        self._pins = pins
+        self._engines: dict[str, EngineServing] = {}
+
+    def engine(self, name: str) -> EngineServing:
+        """Return what one engine serves; nothing, if it is not known yet."""
+        if name not in self._engines:
+            self._engines[name] = EngineServing(name, self._table, self._changed)
+        return self._engines[name]
+
+    def forget(self, name: str) -> None:
+        """Take note that an engine is gone for good."""
+        serving = self._engines.get(name)
+        if serving is not None:
+            serving.set_live(0)
+            del self._engines[name]
+
+    def is_live(self, version: int) -> bool:
+        """Whether an engine serves a version."""
+        return bool(version) and any(one.live == version for one in self._engines.values())
+
+    @property
+    def live(self) -> int:
+        """The version that every engine serves; 0: there is none."""
+        return _common(serving.live for serving in self._engines.values())
+
+    @property
+    def rollback_to(self) -> int:
+        """The version that every engine would go back to; 0: there is none."""
+        return _common(serving.rollback_to for serving in self._engines.values())
+
+    @property
+    def ways_back(self) -> frozenset[int]:
+        """The versions that engines would go back to."""
+        return frozenset(serving.rollback_to for serving in self._engines.values()) - {0}
+
+    def _changed(self, before: int, live: int) -> None:
+        left = self._table.find(before)
+        for record in (left, self._table.find(live)):
             if record is not None:
-                record.served = record.served or record.version == version
+                record.served = record.served or record.version == live
                 self._settle(record)
-        if before is not None:
-            self.on_replaced(before)
+        if left is not None and not self.is_live(before):
+            self.on_replaced(left)
         self._table.wake()
 
     def set_live_check(self, version: int, check: pb.LiveCheck.ValueType) -> None:
@@ -134,8 +191,14 @@ class ServingState:
             self.restore_marks(record)
 
     def _settle(self, record: VersionRecord) -> None:
-        if record.version == self.live:
+        if self.is_live(record.version):
             record.serving = pb.SERVING_LIVE
         else:
             record.serving = pb.SERVING_REJECTED if record.rejected_reason else pb.SERVING_NO
         self._table.touch(record)
+
+
+def _common(versions: Iterable[int]) -> int:
+    """Return the one value; 0: there is none, or more."""
+    values = set(versions)
+    return values.pop() if len(values) == 1 else 0

@@ -57,7 +57,7 @@ class VersionTable:
         """Take a version out at once; what the store holds of it must be erased afterwards."""
         if record.commit is not None or record.served:
             # Nor does anybody get its number, while that is being written down.
-            self._spent = max(self._spent, record.version)
+            self._spent = max(self._spent, 0 if record.local else record.version)
         del self._records[record.version]
         record.residency = pb.RESIDENCY_ABSENT
         for observer in self.on_change:
@@ -91,7 +91,8 @@ class VersionTable:
     @property
     def newest(self) -> int:
         """Newest committed version; 0: none."""
-        return max((r.version for r in self._records.values() if r.commit), default=0)
+        shared = (r for r in self._records.values() if r.commit and not r.local)
+        return max((record.version for record in shared), default=0)
 
     @property
     def highest(self) -> int:
@@ -131,7 +132,7 @@ class VersionTable:
         """
         # The content is what was found bad: pushed again it is no better under another number.
         rejected = {r.content_digest for r in self.list() if r.rejected_reason}
-        for record in self.list():
+        for record in sorted(self.list(), key=lambda record: -record.order):
             committed = record.durability == pb.DURABILITY_COMMITTED
             if committed and record.content_digest not in rejected:
                 return record
@@ -142,7 +143,8 @@ class VersionTable:
 
     def next_version(self) -> int:
         """Return the lowest number above all versions, those that are being pushed included."""
-        return max(self.highest, *self._records, self._reserved) + 1
+        shared = (record.version for record in self._records.values() if not record.local)
+        return max(self.highest, self._reserved, *shared) + 1
 
     def adoption_version(self) -> int:
         """Return the number for the engine's checkpoint: the reserved one, unless it was used."""

@@ -132,10 +132,23 @@ class Materializer:
 
         async def one(index: int) -> list[bytes]:
             async with gate:
-                await self._patch(slot.segments[index], index, changed)
+                await self.patch(slot.segments[index], index, changed)
                 return await self._prove(slot.segments[index], index, changed)
 
         return await all_done([one(index) for index in range(len(changed.layout.shards))])
+
+    async def patch(self, segment: Segment, index: int, changed: PatchInput) -> None:
+        """Change a shard that holds the base; when this raises, it holds anything.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, FETCHER_FAILED, ...
+        """
+        for shards in changed.deltas:
+            for shard in shards:
+                if index in shard.touches and changed.document is not None:
+                    await self._fetch.patch(
+                        segment, index, changed.document, shard.entry, shard.source
+                    )
 
     async def inspect(
         self,
@@ -223,7 +236,7 @@ class Materializer:
             async def one(index: int) -> list[bytes]:
                 async with gate:
                     segment = await self._begin(way.start, source, slot, manifest.layout, index)
-                    await self._patch(segment, index, changed)
+                    await self.patch(segment, index, changed)
                     return await self._prove(segment, index, changed) if prove else []
 
             found = await all_done([one(index) for index in range(len(manifest.layout.shards))])
@@ -246,14 +259,6 @@ class Materializer:
                 raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {index} was not kept")
             await self._fetch.load(path, size, segment)
         return segment
-
-    async def _patch(self, segment: Segment, index: int, changed: PatchInput) -> None:
-        for shards in changed.deltas:
-            for shard in shards:
-                if index in shard.touches and changed.document is not None:
-                    await self._fetch.patch(
-                        segment, index, changed.document, shard.entry, shard.source
-                    )
 
     async def _prove(self, segment: Segment, index: int, changed: PatchInput) -> list[bytes]:
         if changed.deltas:

@@ -1,4 +1,4 @@
-"""Applies, rollbacks and proofs of one model, one at a time.
+"""Applies, rollbacks and proofs of one model on the engines of this host, one at a time.
 
 An apply runs in a task that no RPC owns: a caller that goes away changes nothing, and a second call
 with the same key joins it.
@@ -6,45 +6,40 @@ with the same key joins it.
 
 from __future__ import annotations
 
-import dataclasses
-import logging
+import asyncio
+import contextlib
 import secrets
 from typing import TYPE_CHECKING
 
-from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
-from weightsync_server.engine.nearest_names import add_suggestion
-from weightsync_server.engine.outcome import CutoverPlan
-from weightsync_server.engine.pause_options import duration, pause_spec
-from weightsync_server.engine.reconcile import reject
-from weightsync_server.ops.os_errors import translate_os_errors
+from weightsync_server.engine.engine_applier import check_capable
+from weightsync_server.engine.engine_group import EngineGroup, take_engines
+from weightsync_server.engine.outcome import Cause, CutoverPlan
+from weightsync_server.engine.pause_options import pause_spec
+from weightsync_server.engine.rejection import reject
+from weightsync_server.engine.rollout import MemberPlan, roll_out, switch_together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from weightsync.engine import PauseSpec
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.apply_limits import ApplyLimits
-    from weightsync_server.engine.cutover import Cutover
+    from weightsync_server.engine.engine_group import GroupMember
+    from weightsync_server.engine.engine_set import EngineSet
+    from weightsync_server.engine.host_parts import HostParts
     from weightsync_server.engine.idempotency import Reply, Request
-    from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.model_parts import ModelParts
     from weightsync_server.engine.outcome import PreparedVersion
-    from weightsync_server.engine.session import EngineSession
-    from weightsync_server.engine.supervisor import EngineSupervisor
-    from weightsync_server.ops.metrics import Metrics
-    from weightsync_server.residency.digests import StagedDigests
-    from weightsync_server.residency.leases import SlotLease
 
 __all__ = ["Applier"]
 
-logger = logging.getLogger(__name__)
-
 _MAX_REASON_BYTES = 1024
 _MAX_PREPARE_S = 3600
+#: Slots that a rolling apply needs: what is left stays staged for those that must go back.
+_ROLLING_SLOTS = 3
 
 _OUTCOMES = {
     pb.APPLY_OUTCOME_APPLIED: "applied",
@@ -55,42 +50,30 @@ _FAILURES = {Reason.APPLY_RESTORED: "restored", Reason.ENGINE_FENCED: "fenced"}
 
 
 class Applier:
-    """Makes versions live on the engine that a supervisor watches.
+    """Makes versions live on the engines of this host.
 
     Args:
-        supervisor: Keeps the engine connected and reconciled.
+        engines: Those.
         model: What is made live.
-        journal: Where applies are written down.
-        metrics: Where they are counted.
-        limits: Timeouts.
+        host: What the engines share.
     """
 
-    def __init__(
-        self,
-        supervisor: EngineSupervisor,
-        model: ModelParts,
-        journal: Journal,
-        metrics: Metrics,
-        limits: ApplyLimits,
-    ) -> None:
-        self._supervisor = supervisor
+    def __init__(self, engines: EngineSet, model: ModelParts, host: HostParts) -> None:
+        self._engines = engines
         self._model = model
-        self._journal = journal
-        self._metrics = metrics
-        self._limits = limits
+        self._host = host
         self._calls = idempotency.Calls()
-        # Bytes per second of pause in the last apply, by strategy and whether it paused at all.
-        self._rates: dict[tuple[int, bool], float] = {}
 
     async def apply(self, request: pb.ApplyVersionRequest) -> pb.ApplyVersionResponse:
-        """Make a version live on every rank, or change nothing.
+        """Make a version live on every rank of every engine that is asked for, or change nothing.
 
         Raises:
-            WeightSyncError: With the reason; the engine then serves what it served before, unless
-                the reason is ENGINE_FENCED or ENGINE_AWAY.
+            WeightSyncError: With the reason; the engines then serve what they served before, unless
+                the reason is ENGINE_FENCED or ENGINE_AWAY, or the sentence says otherwise.
         """
         spec = pause_spec(request.pause)
         _check_prepare_timeout(request)
+        self._check_order(request)
         return await self._calls.run(
             request.idempotency_key,
             request,
@@ -106,6 +89,7 @@ class Applier:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, f"reason is over {_MAX_REASON_BYTES} bytes; shorten it"
             )
+        self._check_order(request)
         return await self._calls.run(
             request.idempotency_key,
             request,
@@ -116,33 +100,24 @@ class Applier:
         """Compare what every rank serves with the digests of a version."""
         return await self._calls.run("", request, lambda: self._verify(request))
 
-    async def _verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
-        async with self._supervisor.exclusive() as session:
-            live = _live(session)
-            if request.version in (0, live.record.version):
-                seen = await session.ranks.verify(live.apply_id, self._limits.prepare_timeout_s)
-                found = dataclasses.replace(live, reports=tuple(seen))
-            else:
-                timeout_s = self._limits.prepare_timeout_s
-                _check_loaded(session, self._model.table.get(request.version))
-                with await self._model.stager.stage(request.version, timeout_s) as lease:
-                    found = await session.prepare(lease, compare_live=True, timeout_s=timeout_s)
-                await session.hold(live)
-            answer = replies.proof(found)
-            if found.record is live.record:
-                self._supervisor.checks.judge(live, found.reports)
-            return answer
-
     async def drain(self) -> None:
         """Wait for applies that are running."""
         await self._calls.drain()
+
+    async def _verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
+        async with self._taken(request.engine, None, apply_id="") as group:
+            proofs = {
+                member.name: await member.applier.verify(member.session, request.version)
+                for member in group.members
+            }
+            return replies.proofs(proofs, group.absent)
 
     async def _once(
         self, request: Request, kind: type[Reply], start: Callable[[], Coroutine[None, None, Reply]]
     ) -> Reply:
         # Nothing is awaited from here until the supervisor is asked: what it finds of a call that
         # was lost is in the journal before it lets the next one in.
-        earlier = idempotency.earlier_reply(self._journal, request, kind)
+        earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
         return earlier if earlier is not None else await self._count(start())
 
     async def _count(self, work: Coroutine[None, None, Reply]) -> Reply:
@@ -151,68 +126,92 @@ class Applier:
         except WeightSyncError as error:
             # Only an apply that was begun can have fenced the engine.
             begun = "apply_id" in error.metadata
-            self._metrics.count_apply(
+            self._host.metrics.count_apply(
                 _FAILURES.get(error.reason, "refused") if begun else "refused"
             )
             raise
-        self._metrics.count_apply(_OUTCOMES[reply.report.outcome])
+        self._host.metrics.count_apply(_OUTCOMES[reply.report.outcome])
         return reply
+
+    @contextlib.asynccontextmanager
+    async def _taken(
+        self, engine: str, timeout_s: float | None, *, apply_id: str
+    ) -> AsyncIterator[EngineGroup]:
+        appliers = self._engines.named(engine)
+        group = EngineGroup(apply_id, whole=not engine and self._engines.several)
+        patience_s = timeout_s or self._host.limits.prepare_timeout_s
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(take_engines(appliers, group, timeout_s, patience_s))
+            if group.whole:
+                # Who is found to serve meanwhile waits, and serves what is live afterwards.
+                await stack.enter_async_context(self._host.joining)
+            yield group
 
     async def _apply(
         self, request: pb.ApplyVersionRequest, spec: PauseSpec
     ) -> pb.ApplyVersionResponse:
         timeout = request.prepare_timeout.ToNanoseconds() / 1e9
-        async with self._supervisor.exclusive(secrets.token_hex(8), timeout) as session:
-            live = _live(session)
-            _check_capable(session, spec)
-            record = self._choose(request, live)
-            if record.version == live.record.version:
-                return pb.ApplyVersionResponse(report=replies.nothing_done(live, spec))
+        async with self._taken(request.engine, timeout, apply_id=secrets.token_hex(8)) as group:
+            record = self._choose(request, group.members)
+            going = [one for one in group.members if one.live.record.version != record.version]
+            reports = {
+                one.name: replies.nothing_done(one.live, spec)
+                for one in group.members
+                if one not in going
+            }
+            if not going:
+                return _response(group, reports)
+            self._check_ways(request, going, spec)
             absent = record.residency != pb.RESIDENCY_STAGED
             durable = request.require_durable or not request.HasField("require_durable")
-            target = await self._ready(session, live, record, timeout, durable=durable)
+            targets = await self._ready(going, record, timeout, durable=durable)
             if request.dry_run:
-                predicted = self._plan(target, live, spec, read_from_store=absent)
-                await self._drop(session, live, target)
-                report = replies.planned(target, live.record.version, spec, predicted)
-                return pb.ApplyVersionResponse(report=report)
+                for one, target in zip(going, targets, strict=True):
+                    predicted = one.applier.plan(target, one.live, spec, read_from_store=absent)
+                    live = one.live.record.version
+                    reports[one.name] = replies.planned(target, live, spec, predicted)
+                await _drop(going, targets)
+                return _response(group, reports)
             if request.clear_rejected:
-                await self._accept(session, live, target)
-            plan = CutoverPlan(target, live, spec, idempotency.cause(request))
-            cutover = self._supervisor.cutover(session)
-            reply = pb.ApplyVersionResponse(report=await self._make_live(session, cutover, plan))
-            await self._journal.done(plan, idempotency.pack(reply))
+                await self._accept(record, going, targets)
+            cause = idempotency.cause(request)
+            plans = _plans(going, targets, spec, cause)
+            reports |= await self._carry_out(request, plans)
+            reply = _response(group, reports)
+            await self._done(group, plans, idempotency.pack(reply))
             return reply
 
     async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
-        async with self._supervisor.exclusive(secrets.token_hex(8)) as session:
-            live = _live(session)
-            _check_capable(session, spec)
-            version = self._model.serving.rollback_to
-            if not version:
-                raise WeightSyncError(
-                    Reason.NO_ROLLBACK,
-                    f"there is no version before {live.record.version} to go back to; "
-                    "push the weights that you want as a new version",
-                )
-            left = live.record.version
-            target = await self._ready(session, live, self._model.table.get(version), None)
-            reason = request.reason or f"rolled back to version {version}"
+        async with self._taken(request.engine, None, apply_id=secrets.token_hex(8)) as group:
+            record, left = self._way_back(group.members)
+            going = [one for one in group.members if one.live.record.version != record.version]
+            self._check_ways(request, going, spec)
+            targets = await self._ready(going, record, None, durable=True)
+            reason = request.reason or f"rolled back to version {record.version}"
             cause = idempotency.cause(request, rejects=left, reason=reason)
-            plan, cutover = (
-                CutoverPlan(target, live, spec, cause),
-                self._supervisor.cutover(session),
-            )
-            report = await self._make_live(session, cutover, plan)
+            plans = _plans(going, targets, spec, cause)
+            reports = {
+                one.name: replies.nothing_done(one.live, spec)
+                for one in group.members
+                if one not in going
+            }
+            reports |= await self._carry_out(request, plans)
             rejected = await reject(self._model.serving, left, reason)
-            reply = pb.RollbackResponse(report=report, rejected_version=left * rejected)
-            await self._journal.done(plan, idempotency.pack(reply))
+            reply = pb.RollbackResponse(
+                report=replies.combined(reports),
+                rejected_version=left * rejected,
+                engines=replies.engine_reports(reports, group.absent),
+            )
+            await self._done(group, plans, idempotency.pack(reply))
             return reply
 
-    def _choose(self, request: pb.ApplyVersionRequest, live: PreparedVersion) -> VersionRecord:
+    def _choose(
+        self, request: pb.ApplyVersionRequest, members: Sequence[GroupMember]
+    ) -> VersionRecord:
+        newest = max((one.live.record for one in members), key=lambda record: record.order)
         if not request.version:
             record = self._model.table.newest_applicable()
-            return record if record.version > live.record.version else live.record
+            return record if record.order > newest.order else newest
         record = self._model.table.get(request.version)
         if record.serving == pb.SERVING_REJECTED and not request.clear_rejected:
             raise WeightSyncError(
@@ -220,164 +219,168 @@ class Applier:
                 f"version {record.version} is rejected ({record.rejected_reason}); "
                 "set clear_rejected to apply it all the same",
             )
-        if record.version < live.record.version:
-            back = self._model.serving.rollback_to
+        if record.order < newest.order:
+            back = next(
+                (b for one in members if (b := one.applier.supervisor.served.rollback_to)), 0
+            )
             rollback = f"use Rollback, which goes to version {back}, or " if back else ""
             raise WeightSyncError(
                 Reason.VERSION_BELOW_LIVE,
-                f"version {record.version} is below the live version {live.record.version}; "
+                f"version {record.version} is below the live version {newest.version}; "
                 f"{rollback}push its weights as a new version",
             )
         return record
 
+    def _way_back(self, members: Sequence[GroupMember]) -> tuple[VersionRecord, int]:
+        """Return the version that was live before on these engines, and the one that is left."""
+        left = {one.live.record.version for one in members}
+        back = {one.applier.supervisor.served.rollback_to for one in members} - {0}
+        if len(left) > 1 or len(back) > 1:
+            ways = ", ".join(
+                f"{one.name} from {one.live.record.version} to "
+                f"{one.applier.supervisor.served.rollback_to or 'none'}"
+                for one in members
+            )
+            raise WeightSyncError(
+                Reason.NO_ROLLBACK,
+                f"the engines of this host would not go back to one version ({ways}); name an "
+                "engine, or apply a version to all first",
+            )
+        if not back:
+            raise WeightSyncError(
+                Reason.NO_ROLLBACK,
+                f"there is no version before {left.pop()} to go back to; "
+                "push the weights that you want as a new version",
+            )
+        return self._model.table.get(back.pop()), left.pop()
+
     async def _ready(
         self,
-        session: EngineSession,
-        live: PreparedVersion,
+        members: Sequence[GroupMember],
         record: VersionRecord,
         timeout_s: float | None,
         *,
-        durable: bool = True,
-    ) -> PreparedVersion:
-        with translate_os_errors("the apply"):
-            await failpoints.reach("apply.begin")
-        seconds = timeout_s or self._limits.prepare_timeout_s
-        lease = await self._model.stager.stage(record.version, seconds, durable=durable)
-        try:
-            target = await self._proved(session, live, lease, seconds)
-        except BaseException:
-            lease.release()
-            raise
-        self._metrics.observe_phase("prepare", target.seconds)
-        return target
-
-    async def _proved(
-        self,
-        session: EngineSession,
-        live: PreparedVersion,
-        lease: SlotLease,
-        timeout_s: float,
-    ) -> PreparedVersion:
-        # Each shard is digested after every rank has read it: so what they read is proved.
-        async with self._model.stager.digesting(lease) as digests:
-            target = await self._prepared(session, lease, digests, timeout_s)
-            try:
-                await self._model.stager.verify(lease, digests)
-                target.check()
-                await self._model.accepted.learn(lease.record)
-            except BaseException:
-                await session.hold(live)
-                raise
-        return target
-
-    async def _prepared(
-        self,
-        session: EngineSession,
-        lease: SlotLease,
-        digests: StagedDigests,
-        timeout_s: float,
-    ) -> PreparedVersion:
-        try:
-            return await session.prepare(
-                lease,
-                compare_live=False,
-                timeout_s=timeout_s,
-                patch=True,
-                prefetched=self._supervisor.prefetcher.name_of(lease.record),
-                apply_id=self._supervisor.apply_id,
-                digests=digests,
-            )
-        except WeightSyncError as error:
-            manifest = lease.record.manifest
-            tensors = manifest.layout.tensors if manifest else ()
-            raise await add_suggestion(error, tensors, self._model.accepted) from None
+        durable: bool,
+    ) -> list[PreparedVersion]:
+        """Prepare a version on all engines; when one cannot, none keeps what it has prepared."""
+        if len(members) == 1:
+            (one,) = members
+            return [
+                await one.applier.ready(one.session, one.live, record, timeout_s, durable=durable)
+            ]
+        outcomes = await asyncio.gather(
+            *(
+                one.applier.ready(one.session, one.live, record, timeout_s, durable=durable)
+                for one in members
+            ),
+            return_exceptions=True,
+        )
+        ready, failure = [], None
+        for one, outcome in zip(members, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                ready.append((one, outcome))
+                continue
+            one.error = outcome
+            if isinstance(outcome, WeightSyncError) and failure is None:
+                outcome.message = f"engine {one.name}: {outcome.message}"
+            failure = failure or outcome
+        if failure is not None:
+            await _drop([one for one, _ in ready], [target for _, target in ready])
+            raise failure
+        return [target for _, target in ready]
 
     async def _accept(
-        self, session: EngineSession, live: PreparedVersion, target: PreparedVersion
-    ) -> None:
-        try:
-            await self._model.serving.accept(target.record.version)
-        except BaseException:
-            await self._drop(session, live, target)
-            raise
-
-    async def _drop(
-        self, session: EngineSession, live: PreparedVersion, target: PreparedVersion
-    ) -> None:
-        target.lease.release()
-        await session.hold(live)
-
-    async def _make_live(
-        self, session: EngineSession, cutover: Cutover, plan: CutoverPlan
-    ) -> pb.ApplyReport:
-        target, base = plan.target, plan.base
-        try:
-            with translate_os_errors("the apply"):
-                await failpoints.reach("apply.prepared")
-                result = await cutover.run(plan)
-        except BaseException as error:
-            self._supervisor.quarantine.release(target.lease, session.ranks, error)
-            if isinstance(error, WeightSyncError):
-                await self._failed(session, cutover, plan, error)
-            raise
-        self._model.serving.set_live(target.record.version)
-        await session.hold(target)
-        self._supervisor.show(target, whole=result.compared_all)
-        if result.paused_s:
-            done = replies.strategy(target, patched=result.patched)
-            self._rates[done, plan.spec.mode == BETWEEN_STEPS] = (
-                result.written_bytes / result.paused_s
-            )
-        logger.info(
-            "version %d is live, %d bytes written, paused for %.1f ms",
-            target.record.version,
-            result.written_bytes,
-            result.paused_s * 1e3,
-        )
-        return replies.applied(target, base.record.version, plan.spec, result)
-
-    async def _failed(
-        self, session: EngineSession, cutover: Cutover, plan: CutoverPlan, error: WeightSyncError
-    ) -> None:
-        error.metadata["apply_id"] = plan.target.apply_id
-        if error.reason is Reason.APPLY_RESTORED:
-            self._supervisor.show(plan.base, whole=cutover.compared_all)
-            await reject(self._model.serving, plan.target.record.version, error.message)
-            await self._journal.restored(plan, idempotency.pack_refusal(error.message))
-        if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
-            await session.hold(plan.base)
-
-    def _plan(
         self,
-        target: PreparedVersion,
-        live: PreparedVersion,
-        spec: PauseSpec,
-        *,
-        read_from_store: bool,
-    ) -> pb.ApplyPlan:
-        strategy = replies.strategy(target, patched=target.patched)
-        rate = self._rates.get((strategy, spec.mode == BETWEEN_STEPS))
-        return pb.ApplyPlan(
-            bytes=target.bytes,
-            # Not zero, which would be a prediction.
-            predicted_pause=duration(target.bytes / rate) if rate else None,
-            memory_bytes=sum(segment.capacity for segment in target.lease.segments),
-            read_from_store=read_from_store,
-            strategy=strategy,
-            # What is left lies in a slot, and beside the live weights where it was loaded.
-            rollback_resident=live.record.residency == pb.RESIDENCY_STAGED,
-        )
+        record: VersionRecord,
+        members: Sequence[GroupMember],
+        targets: Sequence[PreparedVersion],
+    ) -> None:
+        try:
+            await self._model.serving.accept(record.version)
+        except BaseException:
+            await _drop(members, targets)
+            raise
+
+    async def _carry_out(
+        self, request: Request, plans: Sequence[MemberPlan]
+    ) -> dict[str, pb.ApplyReport]:
+        if request.order == pb.ENGINE_ORDER_ROLLING and len(plans) > 1:
+            # What an engine did alone is no answer to the call.
+            parts = [MemberPlan(one.member, _without_key(one.plan)) for one in plans]
+            return await roll_out(parts, request.max_unavailable or 1)
+        if len(plans) > 1:
+            return await switch_together(plans, self._engines.host_journal)
+        return {one.member.name: await one.make_live() for one in plans}
+
+    async def _done(
+        self, group: EngineGroup, plans: Sequence[MemberPlan], answer: idempotency.Answer
+    ) -> None:
+        if group.whole:
+            named = {one.member.name: one.plan for one in plans}
+            await self._engines.host_journal.done(named, answer)
+            return
+        for one in plans:
+            await one.member.applier.supervisor.journal.done(one.plan, answer)
+
+    def _check_order(self, request: Request) -> None:
+        rolling = request.order == pb.ENGINE_ORDER_ROLLING
+        if request.order not in pb.EngineOrder.values():
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                "order must be TOGETHER or ROLLING; leave it out for TOGETHER",
+            )
+        if request.max_unavailable and not rolling:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                "max_unavailable goes with order ROLLING; leave it out, or set the order",
+            )
+        slots = self._model.slots
+        if rolling and slots < _ROLLING_SLOTS:
+            raise WeightSyncError(
+                Reason.NO_SLOT,
+                f"a rolling apply needs {_ROLLING_SLOTS} slots, for what is left stays staged, and "
+                f"this server has {slots}; start it with --slots {_ROLLING_SLOTS}, or use TOGETHER",
+            )
+
+    def _check_ways(
+        self, request: Request, members: Sequence[GroupMember], spec: PauseSpec
+    ) -> None:
+        for one in members:
+            check_capable(one.session, spec)
+        rolling = request.order == pb.ENGINE_ORDER_ROLLING
+        if spec.mode == BETWEEN_STEPS and len(members) > 1 and not rolling:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                "engines that change between two steps cannot wait for each other; use order "
+                "ROLLING, or another pause mode",
+            )
 
 
-def _check_loaded(session: EngineSession, record: VersionRecord) -> None:
-    """Refuse to compare with what nobody has made: a load would take the way back for it."""
-    loads = session.loads
-    if loads is not None and not loads.resident(record.content_digest):
-        raise WeightSyncError(
-            Reason.ENGINE_REFUSED,
-            f"version {record.version} is not loaded beside the live weights, so that nothing "
-            "tells what it would be there; apply it, or verify the live version",
-        )
+def _plans(
+    members: Sequence[GroupMember],
+    targets: Sequence[PreparedVersion],
+    spec: PauseSpec,
+    cause: Cause,
+) -> list[MemberPlan]:
+    return [
+        MemberPlan(one, CutoverPlan(target, one.live, spec, cause))
+        for one, target in zip(members, targets, strict=True)
+    ]
+
+
+def _without_key(plan: CutoverPlan) -> CutoverPlan:
+    return CutoverPlan(plan.target, plan.base, plan.spec, Cause())
+
+
+async def _drop(members: Sequence[GroupMember], targets: Sequence[PreparedVersion]) -> None:
+    for one, target in zip(members, targets, strict=True):
+        await one.applier.drop(one.session, one.live, target)
+
+
+def _response(group: EngineGroup, reports: dict[str, pb.ApplyReport]) -> pb.ApplyVersionResponse:
+    return pb.ApplyVersionResponse(
+        report=replies.combined(reports), engines=replies.engine_reports(reports, group.absent)
+    )
 
 
 def _check_prepare_timeout(request: pb.ApplyVersionRequest) -> None:
@@ -386,22 +389,3 @@ def _check_prepare_timeout(request: pb.ApplyVersionRequest) -> None:
         raise WeightSyncError(
             Reason.REQUEST_INVALID, f"prepare_timeout must be 0 to {_MAX_PREPARE_S} s"
         )
-
-
-def _check_capable(session: EngineSession, spec: PauseSpec) -> None:
-    if spec.mode == BETWEEN_STEPS and BETWEEN_STEPS not in session.info.capabilities:
-        raise WeightSyncError(
-            Reason.ENGINE_REFUSED,
-            "this engine cannot change weights between two steps: it has pipeline stages or data "
-            "parallel ranks, or an older weightsync release in vLLM; use another pause mode",
-        )
-
-
-def _live(session: EngineSession) -> PreparedVersion:
-    if session.live is None:
-        raise WeightSyncError(
-            Reason.ENGINE_AWAY,
-            "the engine is being reconciled; try again in a moment",
-            retry_after_s=1.0,
-        )
-    return session.live

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weightsync.engine import EngineInfo
     from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.engine.version_loads import LoadScheduler
-    from weightsync_server.ops.metrics import Metrics
+    from weightsync_server.ops.engine_metrics import EngineMetrics
 
 __all__ = ["EngineCondition"]
 
@@ -24,7 +24,7 @@ class EngineCondition:
 
     Args:
         metrics: Where it is shown.
-        on_change: Called with whether the engine serves one verified version.
+        on_change: Called when the engine begins or ends to serve one verified version.
 
     Attributes:
         info: What the engine said at its last hello; None: it is away.
@@ -33,7 +33,7 @@ class EngineCondition:
         refused: Why this start of the engine can never be served; empty: it can.
     """
 
-    def __init__(self, metrics: Metrics, on_change: Callable[[bool], None]) -> None:
+    def __init__(self, metrics: EngineMetrics, on_change: Callable[[], None]) -> None:
         self._metrics = metrics
         self._on_change = on_change
         self._fenced = False
@@ -77,7 +77,7 @@ class EngineCondition:
         self._metrics.set_engine(
             up=state != pb.ENGINE_STATE_AWAY, fenced=self._fenced, serving=self.serving
         )
-        self._on_change(self.serving)
+        self._on_change()
 
     def forget(self) -> None:
         """Take note that the engine is gone, or another one."""

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.outcome import Cause, CutoverPlan, PreparedVersion
     from weightsync_server.engine.session import EngineSession
+    from weightsync_server.engine.together import Member
     from weightsync_server.engine.worker_reports import RankCommit
+    from weightsync_server.ops.engine_metrics import EngineMetrics
     from weightsync_server.ops.metrics import Metrics
 
 __all__ = ["Cutover"]
@@ -60,7 +62,9 @@ class Cutover:
         session: The engine.
         journal: Where INTENT goes.
         metrics: Where the phases go.
+        shown: Where the ranks' versions go.
         commit_timeout_s: Longest time for the ranks to write and prove; then the engine is fenced.
+        together: What it waits for, where others do the same at once; None: nothing.
 
     Attributes:
         compared_all: Whether every rank compared all of a version that was put back with what this
@@ -68,11 +72,19 @@ class Cutover:
     """
 
     def __init__(
-        self, session: EngineSession, journal: Journal, metrics: Metrics, commit_timeout_s: float
+        self,
+        session: EngineSession,
+        journal: Journal,
+        metrics: Metrics,
+        shown: EngineMetrics,
+        commit_timeout_s: float,
+        together: Member | None = None,
     ) -> None:
         self._session = session
         self._journal = journal
         self._metrics = metrics
+        self._shown = shown
+        self._together = together
         self._timeout_s = commit_timeout_s
         self.compared_all = True
 
@@ -89,7 +101,8 @@ class Cutover:
         result = CutoverResult()
         await failpoints.reach("apply.intent")
         self._refuse_second(plan.cause)
-        await self._journal.intent(plan)
+        if self._together is None:
+            await self._journal.intent(plan)
         await failpoints.reach("apply.pause")
         try:
             with self._bounded(plan):
@@ -118,7 +131,9 @@ class Cutover:
             await self._fence(failures)
 
     async def _made_live(self, plan: CutoverPlan, result: CutoverResult) -> None:
-        if plan.spec.mode == BETWEEN_STEPS:
+        if self._together is not None:
+            await self._paused_together(plan, result, self._together)
+        elif plan.spec.mode == BETWEEN_STEPS:
             await self._between(plan, result)
         else:
             await self._paused(plan, result)
@@ -171,11 +186,30 @@ class Cutover:
             failures = await self._tried(lambda: self._commit(plan.target, result))
             if failures:
                 await self._restore(plan.base, failures)
-            start = time.perf_counter()
-            await failpoints.reach("apply.resume")
-            await self._resume(plan.target)
-            result.resume_s = time.perf_counter() - start
+            await self._go_on(plan, result)
         result.paused_s = time.perf_counter() - pause.began
+
+    async def _paused_together(
+        self, plan: CutoverPlan, result: CutoverResult, together: Member
+    ) -> None:
+        """Do as `_paused` does, in step with others: all serve the target, or none of them."""
+        base = plan.base
+        async with self._session.paused(plan.spec, together.open_apply(plan)) as pause:
+            result.pause_mode, result.pause_s = pause.mode, pause.seconds
+            if failures := await together.stand_still():
+                await self._resume(base)
+                raise _restored(base, failures)
+            failures = await self._tried(lambda: self._commit(plan.target, result))
+            if failures := await together.agree(failures):
+                await self._restore(base, failures)
+            await self._go_on(plan, result)
+        result.paused_s = time.perf_counter() - pause.began
+
+    async def _go_on(self, plan: CutoverPlan, result: CutoverResult) -> None:
+        start = time.perf_counter()
+        await failpoints.reach("apply.resume")
+        await self._resume(plan.target)
+        result.resume_s = time.perf_counter() - start
 
     def _refuse_second(self, cause: Cause) -> None:
         if cause.key and self._journal.answered(cause.key) is not None:
@@ -190,6 +224,9 @@ class Cutover:
         # Two commits, a fence or as many resumes as are tried, each with a look at the engine.
         longest = self._session.longest_pause_s(plan.spec) + 2 * self._timeout_s
         longest += self._session.longest_resume_s()
+        if self._together is not None:
+            # Others stand still and are written later.
+            longest += self._session.longest_pause_s(plan.spec) + self._timeout_s
         return self._metrics.bounds.within(f"the pause of apply {plan.target.apply_id}", longest)
 
     async def _commit(self, target: PreparedVersion, result: CutoverResult) -> list[str]:
@@ -214,7 +251,7 @@ class Cutover:
         return _failures(result.ranks, target.digest)
 
     def _count(self, target: PreparedVersion, result: CutoverResult) -> None:
-        self._metrics.set_served(
+        self._shown.set_served(
             {
                 rank.rank: target.record.version if rank.content_digest == target.digest else 0
                 for rank in result.ranks

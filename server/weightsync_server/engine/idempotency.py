@@ -17,7 +17,7 @@ import xxhash
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import replies
-from weightsync_server.engine.journal import Answer
+from weightsync_server.engine.journal_file import Answer
 from weightsync_server.engine.outcome import Cause
 
 if TYPE_CHECKING:
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from weightsync_server.engine.journal import Entry, Journal
+    from weightsync_server.engine.journal_file import Entry, JournalFile
     from weightsync_server.engine.outcome import PreparedVersion
 
 __all__ = [
+    "Answer",
     "Calls",
     "Reply",
     "Request",
@@ -129,7 +130,7 @@ def cause(request: Request, *, rejects: int = 0, reason: str = "") -> Cause:
     return Cause(key, _digest(request) if key else "", rejects, reason)
 
 
-def earlier_reply(journal: Journal, request: Request, kind: type[Reply]) -> Reply | None:
+def earlier_reply(journal: JournalFile, request: Request, kind: type[Reply]) -> Reply | None:
     """Return what an earlier call with this key was answered; None: none had an effect.
 
     Raises:
@@ -161,6 +162,8 @@ def pack(reply: Reply) -> Answer:
     kept.CopyFrom(reply)
     if kept.ByteSize() > _MAX_REPLY:
         del kept.report.ranks[:]
+        for engine in kept.engines:
+            del engine.report.ranks[:]
     return Answer(reply=base64.b64encode(kept.SerializeToString()).decode())
 
 

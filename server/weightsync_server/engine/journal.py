@@ -1,104 +1,31 @@
 """The journal of applies: INTENT before the first write to a parameter, DONE after the last.
 
-One JSON object per line with a checksum in front. A torn or damaged tail is ignored; the last good
-record tells where the engine was meant to be. A record tells, too, who asked with which key, and a
-DONE what was answered, so that a call that is repeated to the next server is not done twice.
+A record tells, too, who asked with which key, and a DONE what was answered, so that a call that is
+repeated to the next server is not done twice. Of engines that go together one record tells for all:
+INTENT, then COMMIT before the first of them resumes, then DONE. An INTENT without a COMMIT is no
+decision, so that all of them go back.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import logging
-import os
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-import xxhash
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from weightsync import failpoints
-from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine.outcome import Cause
-from weightsync_server.ops import durable_files
+from weightsync.errors import WeightSyncError
+from weightsync_server.engine.journal_file import HOST, Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
+    from weightsync_server.engine.journal_file import Answer, JournalFile
     from weightsync_server.engine.outcome import CutoverPlan, PreparedVersion
 
-__all__ = ["Answer", "Entry", "Journal", "disk_errors_logged"]
+__all__ = ["HostJournal", "Journal", "disk_errors_logged", "live_in_store"]
 
 logger = logging.getLogger(__name__)
-
-#: The file is started anew, with only what still counts, when it has grown to this many bytes.
-_ROTATE_BYTES = 1 << 20
-#: Answers that it then keeps, the newest; they may fill half of the file.
-_ANSWERS = 256
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a call with a key was told at its end.
-
-    Attributes:
-        reply: The response, serialised and in base64; empty: the old version was restored.
-        refusal: The sentence that said so.
-    """
-
-    reply: str = ""
-    refusal: str = ""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One record.
-
-    Attributes:
-        event: `INTENT` or `DONE`.
-        apply_id: The attempt, also where it ended with another version than it was made for.
-        version: For INTENT where it goes, for DONE what is live.
-        previous: The version that was live before; 0: none.
-        cause: Why; not given: to heal an engine, or nobody will repeat it.
-        answer: For DONE: what a call with a key was told.
-        store: For DONE: digest of the URL of the store in which the version is committed; empty: in
-            none that lasts.
-    """
-
-    event: str
-    apply_id: str
-    version: int
-    previous: int
-    cause: Cause = field(default_factory=Cause)
-    answer: Answer | None = None
-    store: str = ""
-
-
-def _encode(entry: Entry) -> bytes:
-    facts = asdict(entry)
-    for name in ("cause", "answer"):
-        # Only what says something is written, and most applies say neither.
-        facts[name] = {key: value for key, value in (facts[name] or {}).items() if value}
-    body = json.dumps(
-        {key: value for key, value in facts.items() if value not in ({}, "")}
-    ).encode()
-    return f"{xxhash.xxh3_64_hexdigest(body)} ".encode() + body + b"\n"
-
-
-def _decode(line: bytes) -> Entry | None:
-    checksum, _, body = line.removesuffix(b"\n").partition(b" ")
-    if not line.endswith(b"\n") or checksum != xxhash.xxh3_64_hexdigest(body).encode():
-        return None
-    facts: dict[str, Any] = json.loads(body)
-    answer = facts.pop("answer", None)
-    cause = Cause(**facts.pop("cause", {}))
-    return Entry(**facts, cause=cause, answer=Answer(**answer) if answer else None)
-
-
-def _intent(plan: CutoverPlan) -> Entry:
-    target, base = plan.target, plan.base.record.version
-    return Entry("INTENT", target.apply_id, target.record.version, base, plan.cause)
 
 
 @contextlib.contextmanager
@@ -111,37 +38,55 @@ def disk_errors_logged() -> Iterator[None]:
 
 
 class Journal:
-    """An append-only file; a record is on disk when `write` returns.
+    """What the journal says of one engine, and where its applies are written down.
 
     Args:
-        path: The file; made when missing.
-        store_url: URL of the store of the versions; empty: it lasts no longer than the server.
-
-    Attributes:
-        store: Digest of that URL, which may hold a secret.
+        file: Of all engines of this host.
+        engine: Name of the engine.
     """
 
-    def __init__(self, path: Path, store_url: str = "") -> None:
-        self.store = xxhash.xxh3_64_hexdigest(store_url.encode()) if store_url else ""
-        self._path = path
-        self._fd = -1
-        # Whether the file may end in a record that does not count.
-        self._torn = False
-        self._entries = self._read()
-        self._rewrite()
+    def __init__(self, file: JournalFile, engine: str = "") -> None:
+        self.engine = engine
+        self._file = file
+
+    def _entries(self) -> Iterator[Entry]:
+        """Yield the records that count for the engine, newest first."""
+        counting = ("", HOST, self.engine)
+        return (entry for entry in self._file.newest_first() if entry.engine in counting)
 
     @property
     def last(self) -> Entry | None:
         """The newest good record."""
-        return self._entries[-1] if self._entries else None
+        return next(self._entries(), None)
 
     @property
     def live(self) -> tuple[int, int]:
-        """Live version and the one before, as of the last DONE; 0: none."""
-        for entry in reversed(self._entries):
-            if entry.event == "DONE":
-                return entry.version, entry.previous
+        """Live version and the one before, as of the last DONE or COMMIT; 0: none.
+
+        Of an engine that was never here what another one of this host has.
+        """
+        for entries in (self._entries(), self._file.newest_first()):
+            for entry in entries:
+                if entry.event != "INTENT":
+                    return entry.meant_for(self.engine), entry.previous
         return 0, 0
+
+    @property
+    def decided(self) -> int:
+        """The version that was decided for all engines together, and none was for this one since.
+
+        0: what it holds, proved, may stay.
+        """
+        begun: set[int] = set()
+        for entry in self._entries():
+            if entry.engine == HOST:
+                version = entry.meant_for(self.engine)
+                # What was begun since may have been to place it.
+                return version if begun <= {version} else 0
+            if entry.event == "DONE":
+                break
+            begun.add(entry.version)
+        return 0
 
     @property
     def live_in_store(self) -> int:
@@ -150,18 +95,18 @@ class Journal:
         An INTENT says nothing of that.
         """
         last = self.last
-        return last.version if last is not None and last.store == self.store != "" else 0
-
-    def says_live(self, version: int) -> bool:
-        """Whether the newest record is that this version is live."""
-        return self.last is not None and (self.last.event, self.last.version) == ("DONE", version)
+        if last is None or not last.store or last.store != self._file.store:
+            return 0
+        return last.meant_for(self.engine)
 
     def answered(self, key: str) -> Entry | None:
         """Return the DONE that answered a key; None: it is new, or was answered long ago."""
-        for entry in reversed(self._entries):
-            if entry.answer is not None and entry.cause.key == key:
-                return entry
-        return None
+        return self._file.answered(key)
+
+    def says_live(self, version: int) -> bool:
+        """Whether the newest record is that this version is live."""
+        last = self.last
+        return last is not None and (last.event, last.meant_for(self.engine)) == ("DONE", version)
 
     async def intent(self, plan: CutoverPlan) -> None:
         """Write down what an apply is about to do, before it pauses or writes anything.
@@ -169,7 +114,7 @@ class Journal:
         Raises:
             WeightSyncError: DISK_EXHAUSTED; the record does not count.
         """
-        await self._append(_intent(plan))
+        await self._file.append(self._intent(plan))
 
     async def intent_to_place(self, target: PreparedVersion) -> None:
         """Write down that a version is about to be placed in an engine that stands still.
@@ -177,7 +122,7 @@ class Journal:
         Raises:
             WeightSyncError: DISK_EXHAUSTED; the record does not count.
         """
-        await self._append(self._entry("INTENT", target))
+        await self._file.append(self._entry("INTENT", target))
 
     async def done(self, plan: CutoverPlan, answer: Answer) -> None:
         """Write down that an apply has ended well, and what its caller is answered.
@@ -186,7 +131,7 @@ class Journal:
         themselves are asked what they hold. For that reason it raises nothing that the disk says.
         """
         with disk_errors_logged():
-            await self._end(_intent(plan), plan.target, answer)
+            await self._end(self._intent(plan), plan.target, answer)
             await failpoints.reach("apply.done")
 
     async def restored(self, plan: CutoverPlan, answer: Answer) -> None:
@@ -217,87 +162,91 @@ class Journal:
     ) -> None:
         # What it rejects is rejected by now.
         cause = replace(entry.cause, rejects=0, reason="")
-        store = self.store if current.record.commit is not None else ""
+        store = self._file.store if current.record.commit is not None else ""
         kept = answer if cause.key else None
-        await self._append(replace(entry, event="DONE", cause=cause, answer=kept, store=store))
+        await self._file.append(replace(entry, event="DONE", cause=cause, answer=kept, store=store))
 
     def _entry(self, event: str, current: PreparedVersion) -> Entry:
         # A version that is placed again keeps its way back.
         version, (live, before) = current.record.version, self.live
-        return Entry(event, current.apply_id, version, before if version == live else live)
+        return Entry(
+            event,
+            current.apply_id,
+            version,
+            before if version == live else live,
+            engine=self.engine,
+        )
 
-    async def _append(self, entry: Entry) -> None:
-        try:
-            await asyncio.to_thread(self.write, entry)
-        except OSError as error:
-            raise WeightSyncError(
-                Reason.DISK_EXHAUSTED,
-                f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
-            ) from error
+    def _intent(self, plan: CutoverPlan) -> Entry:
+        target, base = plan.target, plan.base.record.version
+        version = target.record.version
+        return Entry("INTENT", target.apply_id, version, base, plan.cause, engine=self.engine)
 
-    def write(self, entry: Entry) -> None:
-        """Append a record durably. Blocks for one fsync.
+
+def live_in_store(file: JournalFile) -> frozenset[int]:
+    """Return the versions that must be in the store of today, as engines served them last."""
+    live = {Journal(file, engine).live_in_store for engine in file.engines()}
+    return frozenset(live - {0})
+
+
+class HostJournal:
+    """Where applies of several engines together are written down: one record for all of them.
+
+    Args:
+        file: Of all engines of this host.
+    """
+
+    def __init__(self, file: JournalFile) -> None:
+        self._file = file
+
+    async def intent(self, plans: Mapping[str, CutoverPlan]) -> None:
+        """Write down what engines are about to do together, by name, before one of them pauses.
 
         Raises:
-            OSError: The disk refused; the record does not count.
+            WeightSyncError: DISK_EXHAUSTED; the record does not count.
         """
-        failpoints.hit("journal.write")
-        if self._torn or os.fstat(self._fd).st_size > _ROTATE_BYTES:
-            self._rewrite()
-        data = _encode(entry)
-        self._torn = True
-        durable_files.write(self._fd, data)
-        durable_files.fsync(self._fd)
-        self._torn = False
-        self._entries.append(entry)
+        await self._file.append(_together("INTENT", plans))
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+    async def commit(self, plans: Mapping[str, CutoverPlan]) -> None:
+        """Decide that all go on with the target: from now on that is so, whatever happens.
 
-    def _read(self) -> list[Entry]:
-        failpoints.hit("journal.read")
-        entries: list[Entry] = []
-        if self._path.exists():
-            for line in self._path.read_bytes().splitlines(keepends=True):
-                entry = _decode(line)
-                if entry is None:
-                    break
-                entries.append(entry)
-        return entries
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED; nothing is decided, so all go back.
+        """
+        await self._file.append(replace(_together("COMMIT", plans), bases={}))
 
-    def _counting(self) -> Iterator[Entry]:
-        """Yield the records that still count, oldest first."""
-        entries = self._entries
-        kept: set[int] = set()
-        done = [at for at, entry in enumerate(entries) if entry.event == "DONE"]
-        room, left = _ROTATE_BYTES // 2, _ANSWERS
-        for at in reversed(done):
-            if entries[at].answer is not None:
-                room, left = room - len(_encode(entries[at])), left - 1
-                if room < 0 or left < 0:
-                    break
-                kept.add(at)
-        kept.update(done[-1:], range(len(entries))[-1:])
-        return (entries[at] for at in sorted(kept))
+    async def done(self, plans: Mapping[str, CutoverPlan], answer: Answer) -> None:
+        """Write down that all have ended well, and what their caller is answered."""
+        record = next(iter(plans.values())).target.record
+        done = replace(_together("DONE", plans), bases={})
+        with disk_errors_logged():
+            await self._end(done, answer, in_store=record.commit is not None)
+            await failpoints.reach("host.done")
 
-    def _rewrite(self) -> None:
-        # Also cuts a torn tail off, so that records written from now on are found again. Until the
-        # end the open file may be one that has no name any more.
-        self._torn = True
-        self._entries = list(self._counting())
-        fresh = self._path.with_suffix(".new")
-        durable_files.unlink(fresh)
-        fd = durable_files.create(fresh)
-        try:
-            durable_files.write(fd, b"".join(map(_encode, self._entries)))
-            durable_files.fsync(fd)
-        finally:
-            os.close(fd)
-        durable_files.rename(fresh, self._path)
-        durable_files.flush_directory(self._path.parent)
-        before = self._fd
-        self._fd = durable_files.append(self._path)
-        self._torn = False
-        if before >= 0:
-            os.close(before)
+    async def restored(self, plans: Mapping[str, CutoverPlan], answer: Answer) -> None:
+        """Write down that all have ended with what they served, and what the caller is answered."""
+        done = _together("DONE", plans)
+        done = replace(done, version=done.previous)
+        bases = [plan.base.record for plan in plans.values()]
+        with disk_errors_logged():
+            await self._end(done, answer, in_store=all(base.commit for base in bases))
+
+    async def _end(self, entry: Entry, answer: Answer, *, in_store: bool) -> None:
+        cause = replace(entry.cause, rejects=0, reason="")
+        kept = answer if cause.key else None
+        store = self._file.store if in_store else ""
+        await self._file.append(replace(entry, cause=cause, answer=kept, store=store))
+
+
+def _together(event: str, plans: Mapping[str, CutoverPlan]) -> Entry:
+    first = next(iter(plans.values()))
+    bases = {name: plan.base.record.version for name, plan in plans.items()}
+    return Entry(
+        event,
+        first.target.apply_id,
+        first.target.record.version,
+        first.base.record.version,
+        first.cause,
+        engine=HOST,
+        bases=bases,
+    )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import Report
+    from weightsync_server.ops.engine_metrics import EngineMetrics
     from weightsync_server.ops.metrics import Metrics
 
 __all__ = ["LiveChecks"]
@@ -44,6 +45,7 @@ class LiveChecks:
     Args:
         serving: Where the outcome is shown.
         metrics: Where it is counted.
+        shown: Where it is shown.
         on_failure: Called with a sentence when parameters do not hold the live version.
         on_end: Called when a comparison has ended.
     """
@@ -52,11 +54,13 @@ class LiveChecks:
         self,
         serving: ServingState,
         metrics: Metrics,
+        shown: EngineMetrics,
         on_failure: Callable[[str], None],
         on_end: Callable[[], None],
     ) -> None:
         self._serving = serving
         self._metrics = metrics
+        self._shown = shown
         self._on_failure = on_failure
         self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
@@ -79,7 +83,7 @@ class LiveChecks:
         """Take note that every parameter of every rank was compared and holds a version."""
         self._pending = None
         self._serving.set_live_check(current.record.version, pb.LIVE_CHECK_PASSED)
-        self._metrics.set_live_checked()
+        self._shown.set_live_checked()
 
     def owe(self, current: PreparedVersion) -> None:
         """Take note that only what was written was compared; `begin` owes the rest."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.serving import ServingState
     from weightsync_server.catalog.table import VersionTable
     from weightsync_server.model import Model
+    from weightsync_server.nodes import NodeGroup
     from weightsync_server.residency.adoption import CheckpointAdoption
     from weightsync_server.residency.incoming import IncomingVersions
     from weightsync_server.residency.segments import SegmentAllocator
@@ -20,16 +21,18 @@ __all__ = ["ModelParts"]
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The parts of one model that lead to its engine.
+    """The parts of one model that lead to its engines.
 
     Attributes:
         table: Which versions exist.
         serving: Which of them is live, and which may be.
         stager: Gives leases on them.
         adoption: Makes one of the engine's checkpoint.
-        accepted: Which tensors the engine takes.
+        accepted: Which tensors the engines take.
         segments: Owns what the ranks map.
         incoming: Announces versions that still come in.
+        slots: How many versions memory holds at once.
+        nodes: Servers of the engine's other nodes; None: none may join.
     """
 
     table: VersionTable
@@ -39,9 +42,11 @@ class ModelParts:
     accepted: AcceptedTensors
     segments: SegmentAllocator
     incoming: IncomingVersions
+    slots: int
+    nodes: NodeGroup | None = None
 
     @classmethod
-    def of(cls, model: Model) -> ModelParts:
+    def of(cls, model: Model, nodes: NodeGroup | None = None) -> ModelParts:
         """Return those of a model."""
         return cls(
             model.table,
@@ -51,4 +56,6 @@ class ModelParts:
             model.accepted,
             model.segments,
             model.incoming,
+            len(model.slots.slots),
+            nodes,
         )

@@ -101,7 +101,7 @@ class Prefetcher:
         if self._read is None or session.live is None or self._read[0] is self._coming:
             return False
         waiting = self._read[0]
-        newer = waiting.record.version > session.live.record.version
+        newer = waiting.record.order > session.live.record.order
         ended = waiting.ended_at
         late = ended is not None and clock.monotonic() - ended > _WAITS_S
         return newer and waiting.stays and ended is not None and not late

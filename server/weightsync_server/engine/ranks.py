@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine, SwitchOrder
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync_server.engine.worker_reports import RankCommit, Report
+    from weightsync_server.nodes import EngineNodes
 
 __all__ = ["QUICK_S", "Ranks"]
 
@@ -62,13 +63,22 @@ class Ranks:
         engine: The engine.
         names: `dp/pp/tp` of each rank, in the order of replies.
         segments: Publishes the status pages.
+        nodes: Stage for the ranks that are not on this host; None: all are.
     """
 
-    def __init__(self, engine: Engine, names: Sequence[str], segments: SegmentServer) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        names: Sequence[str],
+        segments: SegmentServer,
+        nodes: EngineNodes | None = None,
+    ) -> None:
         self.names = tuple(names)
         self._engine = engine
         self._pages = RankPages(self.names, segments)
         self._segments = segments
+        self._nodes = nodes
+        self._changes = nodes.changes if nodes is not None else 0
         # Of what is loaded, which may take longer than what else a rank does meanwhile; None: no
         # version was loaded yet.
         self._load_pages: RankPages | None = None
@@ -143,6 +153,7 @@ class Ranks:
         base: str = "",
         prefetched: str = "",
         unloaded: str = "",
+        content_digest: str = "",
         on_read: Callable[[int], None] | None = None,
     ) -> list[Report]:
         """Map, match and digest a staged version on every rank while generation runs.
@@ -156,25 +167,27 @@ class Ranks:
             base: Apply id of what is live: where little differs from it, only that is prepared.
             prefetched: What the version was called when it was read while it came in.
             unloaded: From the capture of its layout; "": there was none.
+            content_digest: Of the version, which every rank must find; "": not told.
             on_read: Called with n, time and again, when no rank reads the first n shards any more,
                 in the order of `Layout.largest_first`.
         """
         args = {
             "apply_id": apply_id,
             "document": document,
-            "page": self._pages.name,
+            "page": self._page(),
             "compare_live": compare_live,
             "proof_only": proof_only,
             "base": base,
             "ahead": prefetched,
             "unloaded": unloaded,
+            "content_digest": content_digest,
         }
         return await self._report("weightsync_prepare", args, timeout_s, on_read)
 
     async def verify(self, apply_id: str, timeout_s: float) -> list[Report]:
         """Compare live parameters with a prepared version while generation runs."""
         # Should it take too long, whatever comes next ends it.
-        args = {"apply_id": apply_id, "page": self._pages.name, "gives_way": True}
+        args = {"apply_id": apply_id, "page": self._page(), "gives_way": True}
         return await self._report("weightsync_verify", args, timeout_s)
 
     async def start_check(self, apply_id: str) -> str:
@@ -182,7 +195,7 @@ class Ranks:
 
         Returns the ticket for `reports`.
         """
-        args = {"apply_id": apply_id, "page": self._pages.name, "gives_way": True}
+        args = {"apply_id": apply_id, "page": self._page(), "gives_way": True}
         return await self._start("weightsync_verify", args, QUICK_S)
 
     async def start_prefetch(self, apply_id: str, document: str) -> None:
@@ -197,7 +210,7 @@ class Ranks:
         args = {
             "apply_id": apply_id,
             "document": document,
-            "page": self._pages.name,
+            "page": self._page(),
         }
         await self._start("weightsync_ahead", args, QUICK_S)
 
@@ -314,6 +327,8 @@ class Ranks:
                     "prepare_timeout or look at vLLM's log",
                 )
             await asyncio.sleep(_POLL_S)
+            if self._nodes is not None:
+                self._nodes.check(self._changes)
             pages = self._pages.read()
             for index, page in enumerate(pages):
                 reports[index] = reports[index] or read_report(self.names[index], ticket, page)
@@ -333,10 +348,20 @@ class Ranks:
     async def _call(
         self, method: str, args: dict[str, Any], timeout_s: float, remedy: str = ""
     ) -> list[dict[str, Any]]:
+        if self._nodes is not None:
+            timeout_s -= await self._nodes.have(args, timeout_s)
         replies = await self._asked(
             lambda: self._engine.call_workers(method, args), method, timeout_s, remedy
         )
         return self._paired(replies, method)
+
+    def _page(self) -> str:
+        """Return the name of the pages; those that a node's server took with it are made anew."""
+        if self._nodes is not None and self._changes != self._nodes.changes:
+            self._changes = self._nodes.changes
+            self._pages.close()
+            self._pages = RankPages(self.names, self._segments)
+        return self._pages.name
 
     async def _asked(
         self, call: Callable[[], Awaitable[_T]], what: str, timeout_s: float, remedy: str = ""

@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine import idempotency
 from weightsync_server.engine.file_offers import offered
+from weightsync_server.engine.rejection import reject
+from weightsync_server.engine.unfinished import unfinished, write_down
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import asyncio
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.catalog.serving import ServingState
+    from weightsync_server.catalog.serving import EngineServing
     from weightsync_server.engine.cutover import Cutover
-    from weightsync_server.engine.journal import Entry, Journal
+    from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.model_parts import ModelParts
     from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.engine.quarantine import QuarantinedLeases
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from weightsync_server.engine.worker_reports import RankState
     from weightsync_server.residency.leases import SlotLease
 
-__all__ = ["Reconciler", "reject", "unfinished", "write_down"]
+__all__ = ["Reconciler"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +50,14 @@ class Reconciler:
     Args:
         session: The engine.
         model: What this server knows.
+        served: What it serves, and served before.
         journal: What was live before.
         cutover: Writes versions into a paused engine.
         prepare_timeout_s: Longest prepare, seconds.
         violate: Called with the label of an invariant that is found violated.
         quarantine: What the ranks may still read.
         on_proving: Called when the engine generates before what it holds is proved.
+        joining: Taken before the engine serves: an apply of all engines has it as long as it lasts.
         patient: Whether it goes on doing so when that cannot be proved now.
     """
 
@@ -61,17 +65,21 @@ class Reconciler:
         self,
         session: EngineSession,
         model: ModelParts,
+        served: EngineServing,
         journal: Journal,
         cutover: Cutover,
         prepare_timeout_s: float,
         violate: Callable[[str], None],
         quarantine: QuarantinedLeases,
         on_proving: Callable[[], None],
+        joining: asyncio.Lock,
         *,
         patient: bool,
     ) -> None:
         self._session = session
         self._model = model
+        self._served = served
+        self._joining = joining
         self._journal = journal
         self._cutover = cutover
         self._timeout_s = prepare_timeout_s
@@ -98,7 +106,7 @@ class Reconciler:
         states = await self._session.states()
         self._quarantine.answered()
         known = self._known_version(states)
-        if known is not None:
+        if known is not None and not self._overruled(known):
             self._count_unexpected(known)
             current = await self._prepare(known, compare_live=True)
             if _proved(current):
@@ -131,7 +139,7 @@ class Reconciler:
     def _count_unexpected(self, known: VersionRecord) -> None:
         """Count what a first look must not find: nothing is written without a word before it."""
         last = self._journal.last
-        if self._model.serving.live or last is None:
+        if self._served.live or last is None:
             return
         named = [
             self._model.table.find(version) for version in (self._journal.live[0], last.version)
@@ -146,7 +154,24 @@ class Reconciler:
             self._violate("crash_safe")
 
     def _wanted(self) -> int:
-        return self._model.serving.live or self._journal.live[0]
+        return self._journal.decided or self._served.live or self._journal.live[0]
+
+    def _overruled(self, record: VersionRecord) -> bool:
+        """Tell whether another content was decided for all engines of this host together."""
+        decided = self._model.table.find(self._journal.decided)
+        return decided is not None and decided.content_digest != record.content_digest
+
+    @contextlib.asynccontextmanager
+    async def _joined(self, current: PreparedVersion) -> AsyncIterator[None]:
+        """Let the engine serve in the body: what it is to serve does not change meanwhile."""
+        async with self._joining:
+            if self._overruled(current.record):
+                current.lease.release()
+                raise WeightSyncError(
+                    Reason.ENGINE_AWAY,
+                    "the engines of this host have gone on to another version; it is placed now",
+                )
+            yield
 
     async def _prepare(self, record: VersionRecord, *, compare_live: bool) -> PreparedVersion:
         lease = await self._model.stager.stage(record.version, _LOAD_S)
@@ -175,16 +200,23 @@ class Reconciler:
             raise
 
     async def _go_on(self, current: PreparedVersion) -> PreparedVersion:
-        await self._record(current)
-        health = await self._session.engine.health()
-        if health.state is not EngineState.SERVING or health.reason:
-            await self._label(current)
-        logger.info("the engine serves version %d", current.record.version)
+        async with self._joined(current):
+            await self._record(current)
+            health = await self._session.engine.health()
+            if health.state is not EngineState.SERVING or health.reason:
+                await self._label(current)
+        self._log(current)
         return current
 
+    def _log(self, current: PreparedVersion) -> None:
+        logger.info("engine %s serves version %d", self._served.name, current.record.version)
+
     async def _place(self, states: Sequence[RankState]) -> PreparedVersion:
-        if not _written(states) and not any(map(self._committed, self._candidates())):
-            return await self._begin()
+        if not _written(states) and not self._has_candidate():
+            async with self._model.adoption.turn:
+                # Another engine may have been the first meanwhile.
+                if not self._has_candidate():
+                    return await self._begin()
         async with contextlib.AsyncExitStack() as stack:
             await self._stand_still(stack)
             current = await self._last_good(fresh=not _written(states))
@@ -200,13 +232,17 @@ class Reconciler:
             except BaseException as error:
                 self._quarantine.release(current.lease, self._session.ranks, error)
                 raise
-            await self._record(current)
-            await self._session.resume(current)
-        logger.info("the engine serves version %d", current.record.version)
+            async with self._joined(current):
+                await self._record(current)
+                await self._session.resume(current)
+        self._log(current)
         return current
 
+    def _has_candidate(self) -> bool:
+        return any(map(self._committed, self._candidates()))
+
     def _candidates(self) -> tuple[int, int]:
-        return self._wanted(), self._model.serving.rollback_to
+        return self._wanted(), self._served.rollback_to
 
     async def _begin(self) -> PreparedVersion:
         """Adopt what an engine started with; where that takes a load, it generates meanwhile."""
@@ -220,9 +256,10 @@ class Reconciler:
         except BaseException as error:
             self._quarantine.release(current.lease, self._session.ranks, error)
             raise
-        await self._record(current)
-        await self._label(current)
-        logger.info("the engine serves version %d", current.record.version)
+        async with self._joined(current):
+            await self._record(current)
+            await self._label(current)
+        self._log(current)
         return current
 
     async def _label(self, current: PreparedVersion) -> None:
@@ -328,8 +365,8 @@ class Reconciler:
     async def _record(self, current: PreparedVersion) -> None:
         await self._session.hold(current)
         serving = self._model.serving
-        if serving.live != current.record.version:
-            serving.set_live(current.record.version)
+        if self._served.live != current.record.version:
+            self._served.set_live(current.record.version)
         intent = unfinished(self._journal, current)
         rejected = False
         if intent is not None and intent.cause.rejects:
@@ -337,47 +374,6 @@ class Reconciler:
             cause = intent.cause
             rejected = await reject(serving, cause.rejects, cause.reason)
         await write_down(self._journal, current, rejected=rejected)
-
-
-def unfinished(journal: Journal, current: PreparedVersion) -> Entry | None:
-    """Return the apply that nobody saw the end of, if it made every rank hold this."""
-    last = journal.last
-    if last is None or (last.event, last.version) != ("INTENT", current.record.version):
-        return None
-    return last
-
-
-async def write_down(journal: Journal, current: PreparedVersion, *, rejected: bool = False) -> None:
-    """Write down what every rank holds, when that is not what the journal says already.
-
-    Args:
-        journal: Where.
-        current: What they hold. Who asked for it and has no answer yet gets one when he repeats
-            his call.
-        rejected: Whether the version that a rollback to this one left is rejected.
-    """
-    intent = unfinished(journal, current)
-    if intent is not None:
-        answer = idempotency.pack_recovered(intent, current, rejected=rejected)
-        await journal.finish(intent, current, answer)
-    elif not journal.says_live(current.record.version):
-        await journal.found(current)
-
-
-async def reject(serving: ServingState, version: int, reason: str) -> bool:
-    """Reject a version that the engine left, so that "newest" does not go back to it.
-
-    Returns whether it is rejected, and raises nothing.
-    """
-    try:
-        await serving.reject(version, reason)
-    except WeightSyncError as error:
-        # It may never have been committed, and gone when another version took its place.
-        if error.reason is not Reason.VERSION_UNKNOWN:
-            # What the engine serves is not less true for it.
-            logger.critical("version %d could not be rejected: %s", version, error.message)
-        return False
-    return True
 
 
 def _written(states: Sequence[RankState], checkpoint: str = "") -> bool:

@@ -8,19 +8,27 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine.pause_options import duration, pause_options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from weightsync.engine import PauseSpec
-    from weightsync_server.engine.journal import Entry
+    from weightsync_server.catalog.serving import EngineServing
+    from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.engine.journal_file import Entry
     from weightsync_server.engine.outcome import CutoverResult, PreparedVersion
     from weightsync_server.engine.version_loads import LoadScheduler
 
 __all__ = [
     "applied",
+    "combined",
     "current_ranks",
+    "engine_reports",
     "loading_ranks",
     "nothing_done",
     "planned",
     "proof",
+    "proofs",
     "recovered",
+    "show_served",
     "strategy",
 ]
 
@@ -60,6 +68,30 @@ def current_ranks(
         )
         for report in current.reports
     ]
+
+
+def show_served(
+    status: pb.EngineStatus,
+    served: EngineServing,
+    table: VersionTable,
+    loads: LoadScheduler | None,
+) -> None:
+    """Add to a status what the engine serves, and what it would go back to.
+
+    Args:
+        status: Of the engine.
+        served: What it serves.
+        table: The versions of the model.
+        loads: Has its ranks load versions; None: they do not.
+    """
+    live, back = table.find(served.live), table.find(served.rollback_to)
+    if live is not None:
+        status.live_version, status.live_content_digest = live.version, live.content_digest
+    if back is not None:
+        status.rollback_version = back.version
+        status.rollback_resident = back.residency == pb.RESIDENCY_STAGED and (
+            loads is None or loads.resident(back.content_digest)
+        )
 
 
 def loading_ranks(loads: LoadScheduler) -> list[pb.RankResult]:
@@ -190,3 +222,72 @@ def proof(current: PreparedVersion) -> pb.VerifyVersionResponse:
 
 def _transform(version: PreparedVersion) -> pb.Transform.ValueType:
     return pb.TRANSFORM_TWIN if version.twin else pb.TRANSFORM_PLAN
+
+
+def engine_reports(
+    reports: Mapping[str, pb.ApplyReport], absent: Mapping[str, str]
+) -> list[pb.EngineReport]:
+    """Return what became of each engine, in the order of their names.
+
+    Args:
+        reports: Of those that took part.
+        absent: Why the others did not.
+    """
+    return [
+        pb.EngineReport(engine=name, report=reports.get(name), absent=absent.get(name, ""))
+        for name in sorted([*reports, *absent])
+    ]
+
+
+def combined(reports: Mapping[str, pb.ApplyReport]) -> pb.ApplyReport:
+    """Return one report for engines that took the same version: their sums, and their slowest."""
+    all_ = list(reports.values())
+    if len(all_) == 1:
+        return all_[0]
+    first = next((one for one in all_ if one.outcome != pb.APPLY_OUTCOME_ALREADY_LIVE), all_[0])
+    report = pb.ApplyReport()
+    report.CopyFrom(first)
+    del report.ranks[:]
+    report.written_bytes = sum(one.written_bytes for one in all_)
+    went = [one for one in all_ if one.outcome != pb.APPLY_OUTCOME_ALREADY_LIVE] or all_
+    report.previous_version = _common([one.previous_version for one in went])
+    if len({one.strategy for one in all_}) > 1:
+        report.strategy = pb.APPLY_STRATEGY_UNSPECIFIED
+    for phase in pb.PhaseDurations.DESCRIPTOR.fields_by_name:
+        slowest = max(getattr(one.phases, phase).ToNanoseconds() for one in all_)
+        getattr(report.phases, phase).FromNanoseconds(slowest)
+    if report.HasField("plan"):
+        report.plan.bytes = sum(one.plan.bytes for one in all_)
+        report.plan.rollback_resident = all(one.plan.rollback_resident for one in all_)
+        longest = max(one.plan.predicted_pause.ToNanoseconds() for one in all_)
+        report.plan.predicted_pause.FromNanoseconds(longest)
+    return report
+
+
+def proofs(
+    found: Mapping[str, pb.VerifyVersionResponse], absent: Mapping[str, str]
+) -> pb.VerifyVersionResponse:
+    """Return one proof for engines that were each asked for one.
+
+    Args:
+        found: Theirs.
+        absent: Why others were not asked.
+    """
+    all_ = list(found.values())
+    version = _common([one.version for one in all_])
+    return pb.VerifyVersionResponse(
+        verified=all(one.verified for one in all_),
+        version=version,
+        content_digest=all_[0].content_digest if version else "",
+        ranks=all_[0].ranks if len(all_) == 1 else [],
+        engines=[
+            pb.EngineProof(engine=name, verified=one.verified, version=one.version, ranks=one.ranks)
+            for name, one in found.items()
+        ]
+        + [pb.EngineProof(engine=name, absent=why) for name, why in absent.items()],
+    )
+
+
+def _common(values: Sequence[int]) -> int:
+    """Return the one value; 0: there are several."""
+    return values[0] if len(set(values)) == 1 else 0

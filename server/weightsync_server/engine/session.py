@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from weightsync.engine import VERSION_LOADS, EngineState, PauseSpec
+from weightsync.engine import FENCES_ON_EXPIRY, VERSION_LOADS, EngineState, OnExpiry, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Layout, Manifest, ShardEntry
 from weightsync.model.name_sets import unpack
@@ -19,14 +19,16 @@ from weightsync_server.engine.outcome import Pause, PreparedVersion
 from weightsync_server.engine.ranks import QUICK_S, Ranks
 from weightsync_server.engine.refusals import no_place, refusal
 from weightsync_server.engine.version_loads import LoadScheduler, Presence
+from weightsync_server.nodes.engine_nodes import EngineNodes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from weightsync.engine import Engine, EngineInfo
+    from weightsync.engine import Engine, EngineInfo, OpenApply
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync_server.engine.worker_reports import RankState, Report
+    from weightsync_server.nodes import NodeGroup
     from weightsync_server.ops.metrics import LoaderMetrics
     from weightsync_server.residency.digests import StagedDigests
     from weightsync_server.residency.leases import SlotLease
@@ -62,6 +64,7 @@ class EngineSession:
         on_load: Awaited when the ranks have begun to load; None: nothing is.
         tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
             was there before.
+        nodes: Servers of its other nodes; None: none may join.
     """
 
     engine: Engine
@@ -76,12 +79,16 @@ class EngineSession:
     plan_proved: bool = False
     on_load: Callable[[], Awaitable[None]] | None = None
     tidy: bool = False
+    nodes: NodeGroup | None = None
     # The lease under which it stands still now; "": none of ours.
     _lease_id: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         """Publish the status pages."""
-        self.ranks = Ranks(self.engine, self.info.ranks, self.segments)
+        nodes = None
+        if self.nodes is not None:
+            nodes = EngineNodes(self.nodes, self.engine, self.info.nodes, self.info.ranks)
+        self.ranks = Ranks(self.engine, self.info.ranks, self.segments, nodes)
 
     def close(self) -> None:
         """Withdraw the status pages and let go of the live version's segments."""
@@ -168,6 +175,7 @@ class EngineSession:
                 base=base,
                 prefetched=prefetched,
                 unloaded=unloaded,
+                content_digest=lease.record.content_digest,
                 on_read=digests.begin if digests is not None and self.loads is None else None,
             )
             if attempt or not (need := _need(reports)):
@@ -271,8 +279,21 @@ class EngineSession:
         return True
 
     @contextlib.asynccontextmanager
-    async def paused(self, spec: PauseSpec) -> AsyncIterator[Pause]:
-        """Pause generation and keep the lease; the body resumes or fences before it ends."""
+    async def paused(
+        self, spec: PauseSpec, open_apply: OpenApply | None = None
+    ) -> AsyncIterator[Pause]:
+        """Pause generation and keep the lease; the body resumes or fences before it ends.
+
+        Args:
+            spec: How to pause.
+            open_apply: An apply that others take part in: when the lease runs out the engine is
+                fenced and asks for its decision. None: it resumes on what every rank holds.
+
+        Raises:
+            WeightSyncError: ENGINE_UNSUPPORTED: nothing was paused, it could only resume.
+        """
+        if open_apply is not None:
+            spec = self._fencing(spec, open_apply)
         began, longest = time.perf_counter(), self.longest_pause_s(spec)
         lease = await _bounded(self.engine.pause(spec, self.lease_s), longest, "pause")
         pause = Pause(lease.mode, time.perf_counter() - began, began)
@@ -283,6 +304,15 @@ class EngineSession:
         finally:
             self._lease_id = ""
             renewal.cancel()
+
+    def _fencing(self, spec: PauseSpec, open_apply: OpenApply) -> PauseSpec:
+        if FENCES_ON_EXPIRY not in self.info.capabilities:
+            raise WeightSyncError(
+                Reason.ENGINE_UNSUPPORTED,
+                "the plugin in vLLM would resume when a pause runs out, and this apply needs it to "
+                "fence; install the same weightsync release on both sides",
+            )
+        return replace(spec, on_expiry=OnExpiry.FENCE, apply=open_apply)
 
     def longest_pause_s(self, spec: PauseSpec) -> float:
         """Return how long vLLM may take to stand still, in seconds."""

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 from weightsync.engine import LAYOUT_CHECK, EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import replies
+from weightsync_server.engine.background import BackgroundWork
 from weightsync_server.engine.condition import EngineCondition
 from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.live_check import LiveChecks
 from weightsync_server.engine.nearest_names import add_suggestion
 from weightsync_server.engine.prefetch import Prefetcher
 from weightsync_server.engine.quarantine import QuarantinedLeases
-from weightsync_server.engine.reconcile import Reconciler, unfinished, write_down
+from weightsync_server.engine.reconcile import Reconciler
 from weightsync_server.engine.refusals import asleep
 from weightsync_server.engine.session import EngineSession
 from weightsync_server.ops.os_errors import translate_os_errors, write_fault
@@ -26,14 +28,13 @@ if TYPE_CHECKING:
 
     from weightsync.engine import Engine
     from weightsync.model.manifest import TensorEntry
-    from weightsync.shm.segment_socket import SegmentServer
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.apply_limits import ApplyLimits
+    from weightsync_server.engine.host_parts import HostParts
     from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.model_parts import ModelParts
     from weightsync_server.engine.outcome import PreparedVersion
+    from weightsync_server.engine.together import Member
     from weightsync_server.engine.version_loads import LoadScheduler
-    from weightsync_server.ops.metrics import Metrics
 
 __all__ = ["EngineSupervisor"]
 
@@ -49,18 +50,18 @@ _CHECK_S = 10.0
 
 
 class EngineSupervisor:
-    """Holds the session with the engine; nothing else talks to the engine while it reconciles.
+    """Holds the session with one engine; nothing else talks to it while it reconciles.
 
     Args:
         engine: The engine.
         model: What it serves.
-        segments: The segment socket.
-        journal: What was live before.
-        metrics: Where its state is shown.
-        limits: Timeouts.
-        on_change: Called with whether the engine serves one verified version.
+        host: What it shares with the other engines.
+        journal: What was live on it before.
+        on_change: Called when the engine begins or ends to serve one verified version.
 
     Attributes:
+        served: What it serves, and served before.
+        journal: As given.
         checks: Compares the live parameters as a whole.
         prefetcher: Has the ranks read what comes in.
         apply_id: Of the apply that has the engine; "": none does.
@@ -70,30 +71,36 @@ class EngineSupervisor:
         self,
         engine: Engine,
         model: ModelParts,
-        segments: SegmentServer,
+        host: HostParts,
         journal: Journal,
-        metrics: Metrics,
-        limits: ApplyLimits,
-        on_change: Callable[[bool], None],
+        on_change: Callable[[], None],
     ) -> None:
+        self.journal = journal
+        self.served = model.serving.engine(self.name)
+        live, previous = journal.live
+        self.served.restore_history(previous, live)
         self._engine = engine
         self._model = model
-        self._segments = segments
-        self._journal = journal
-        self._metrics = metrics
-        self._limits = limits
-        self._condition = EngineCondition(metrics, on_change)
+        self._host = host
+        self._shown = host.metrics.engine(self.name)
+        self._shown.track_loads(
+            lambda: self.loads is not None and self.loads.up,
+            lambda: self.loads.arena_bytes if self.loads is not None else 0,
+        )
+        self._condition = EngineCondition(self._shown, on_change)
         self._wake = asyncio.Event()
-        self.checks = LiveChecks(model.serving, metrics, self.suspect, self._wake.set)
+        self.checks = LiveChecks(
+            model.serving, host.metrics, self._shown, self.suspect, self._wake.set
+        )
         self.quarantine = QuarantinedLeases()
         self.prefetcher = Prefetcher(self._wake.set)
-        model.accepted.ask = self._takes
+        self._background = BackgroundWork(journal, model, self.checks, self.prefetcher)
+        model.accepted.asks[self.name] = self._takes
         model.table.on_change.append(self._version_changed)
-        if limits.read_ahead:
-            model.incoming.listener = self.prefetcher.note
+        if host.limits.read_ahead:
+            model.incoming.listeners.append(self.prefetcher.note)
         self._lock = asyncio.Lock()
         self._session: EngineSession | None = None
-        self._write_at = 0.0
         self.apply_id = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -111,7 +118,40 @@ class EngineSupervisor:
                 await self._task
         with contextlib.suppress(ValueError):
             self._model.table.on_change.remove(self._version_changed)
+        with contextlib.suppress(ValueError):
+            self._model.incoming.listeners.remove(self.prefetcher.note)
+        self._model.accepted.asks.pop(self.name, None)
         self._forget()
+
+    async def leave(self) -> None:
+        """Stop watching an engine that is gone for good, and show nothing of it any more."""
+        await self.stop()
+        self._model.serving.forget(self.name)
+        self._model.segments.forget_engine(self.name)
+        self._shown.remove()
+        await self.close()
+
+    async def close(self) -> None:
+        """Hang up, after `stop`."""
+        await self._engine.close()
+
+    async def generates(self) -> bool:
+        """Whether the engine generates now, also where nobody can say yet with what."""
+        try:
+            health = await self._engine.health()
+        except WeightSyncError:
+            return False
+        return health.state is EngineState.SERVING
+
+    @property
+    def reason(self) -> str:
+        """Why it does not serve; empty: it does."""
+        return self._condition.reason
+
+    @property
+    def name(self) -> str:
+        """Of the engine."""
+        return self.journal.engine
 
     @property
     def serving(self) -> bool:
@@ -131,13 +171,14 @@ class EngineSupervisor:
     def status(self) -> pb.EngineStatus:
         """Return what GetStatus shows of the engine."""
         session = self._session
-        if session is None:
-            return self._condition.status(None)
-        return self._condition.status(session.live, session.loads)
-
-    def rollback_loaded(self, content_digest: str) -> bool:
-        """Tell whether an engine whose versions are loaded has one loaded; any other: True."""
-        return self.loads is None or self.loads.resident(content_digest)
+        status = (
+            self._condition.status(session.live, session.loads)
+            if session is not None
+            else self._condition.status(None)
+        )
+        status.name, status.apply_id = self.name, self.apply_id
+        replies.show_served(status, self.served, self._model.table, self.loads)
+        return status
 
     def suspect(self, reason: str) -> None:
         """Ask the ranks again before anything else: nobody knows what they hold."""
@@ -146,15 +187,27 @@ class EngineSupervisor:
 
     def show(self, current: PreparedVersion, *, whole: bool) -> None:
         """Show what every rank serves, and whether all of it was compared."""
-        self._metrics.set_served({r.rank: current.record.version for r in current.reports})
+        self._shown.set_served({r.rank: current.record.version for r in current.reports})
         if whole:
             self.checks.passed(current)
         else:
             self.checks.owe(current)
 
-    def cutover(self, session: EngineSession) -> Cutover:
-        """Return what makes one version live in a session."""
-        return Cutover(session, self._journal, self._metrics, self._limits.commit_timeout_s)
+    def cutover(self, session: EngineSession, together: Member | None = None) -> Cutover:
+        """Return what makes one version live in a session.
+
+        Args:
+            session: Of the engine.
+            together: What it waits for, where others do the same at once; None: nothing.
+        """
+        return Cutover(
+            session,
+            self.journal,
+            self._host.metrics,
+            self._shown,
+            self._host.limits.commit_timeout_s,
+            together,
+        )
 
     async def _takes(self, tensors: Sequence[TensorEntry]) -> bool:
         """Ask every rank whether it takes tensors of a push; False: none can be asked now.
@@ -203,7 +256,7 @@ class EngineSupervisor:
         """
         # Told at once: a reconciliation may read a whole checkpoint.
         if self._condition.proving and proof_s is not None:
-            await self._proved_in_time(proof_s or self._limits.prepare_timeout_s)
+            await self._proved_in_time(proof_s or self._host.limits.prepare_timeout_s)
         if not self.serving:
             raise self._condition.unavailable(_RETRY_S)
         async with self._lock:
@@ -293,76 +346,38 @@ class EngineSupervisor:
         if self._session is not None and self._session.ranks.hung:
             return _HEALTH_S
         if self._condition.state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
-            await self._attend(sleeping=health.sleeping)
-            await self._write_down()
+            if self._overruled():
+                self.suspect("another version was decided for this host; it is placed")
+                return 0.0
+            if self._session is not None:
+                await self._background.attend(self._session, sleeping=health.sleeping)
             return _HEALTH_S
         await self._reconcile()
         return _HEALTH_S
 
-    async def _attend(self, *, sleeping: bool) -> None:
-        # Beside a comparison a rank unmaps nothing.
-        if self._session is None or self.checks.running:
-            return
-        if not sleeping:
-            await self._occupy(self._session)
-        elif self._session.loads is not None:
-            self._session.loads.sleep()
-        # Retired segments count in the budget until every rank has unmapped them.
-        retired = self._model.segments.retired
-        if (retired or not self._session.tidy) and not self.checks.running:
-            existing = self._model.segments.exposed - retired
-            mapped = await self._session.unmap(existing, self.prefetcher.name)
-            if mapped is not None:
-                self._model.segments.release(retired - mapped)
-
-    async def _occupy(self, session: EngineSession) -> None:
-        """Give the ranks something to do beside generation: one thing at a time."""
-        if session.loads is not None:
-            self._load_newest(session, session.loads)
-        await self.checks.begin(session)
-        if self.checks.running:
-            self.prefetcher.interrupted()
-        else:
-            await self.prefetcher.begin(session)
-
-    def _load_newest(self, session: EngineSession, loads: LoadScheduler) -> None:
-        """Let the ranks load the version that is likely to be applied next, if it is staged."""
-        live = session.live.record if session.live is not None else None
-        if live is not None and not loads.progress() and live.residency == pb.RESIDENCY_STAGED:
-            # Nothing is known of their loaders, as after a sleep: it takes time to start one.
-            loads.begin(live)
-            return
-        try:
-            newest = self._model.table.newest_applicable()
-        except WeightSyncError:
-            return
-        after = newest.version > (live.version if live is not None else 0)
-        if after and newest.residency == pb.RESIDENCY_STAGED:
-            loads.begin(newest)
+    def _overruled(self) -> bool:
+        """Tell whether the engines of this host have gone on together without this one."""
+        live = self._session.live.record if self._session and self._session.live else None
+        decided = self._model.table.find(self.journal.decided)
+        return (
+            live is not None
+            and decided is not None
+            and decided.content_digest != live.content_digest
+        )
 
     def _version_changed(self, record: VersionRecord) -> None:
         """Load a version as soon as it is committed, not at the next look at the engine."""
         if self.loads is not None and record.commit is not None and self.loads.wants(record):
             self._wake.set()
 
-    async def _write_down(self) -> None:
-        # What the disk refused when it became live is written as soon as the disk takes it.
-        live = self._session.live if self._session else None
-        now = asyncio.get_running_loop().time()
-        if self._session is None or live is None or now < self._write_at:
-            return
-        if not self._journal.says_live(live.record.version):
-            self._write_at = now + _RETRY_S
-            intent = unfinished(self._journal, live)
-            left = self._model.table.find(intent.cause.rejects) if intent is not None else None
-            await write_down(self._journal, live, rejected=bool(left and left.rejected_reason))
-
     async def _connect(self) -> None:
         self._forget()
         info = await self._engine.hello()
         self._condition.info = info
+        self._model.segments.engines.add(self.name)
         logger.info(
-            "connected to vLLM %s, %d ranks, model %s",
+            "engine %s: connected to vLLM %s, %d ranks, model %s",
+            self.name,
             info.vllm_version,
             len(info.ranks),
             info.model,
@@ -372,10 +387,11 @@ class EngineSupervisor:
         self._session = EngineSession(
             self._engine,
             info,
-            self._segments,
-            self._limits.pause_lease_s,
+            self._host.segments,
+            self._host.limits.pause_lease_s,
             self._model.stager,
-            self._metrics.loaders,
+            self._host.metrics.loaders,
+            nodes=self._model.nodes,
         )
 
     async def _reconcile(self) -> None:
@@ -386,12 +402,14 @@ class EngineSupervisor:
         reconciler = Reconciler(
             self._session,
             self._model,
-            self._journal,
+            self.served,
+            self.journal,
             self.cutover(self._session),
-            self._limits.prepare_timeout_s,
-            self._metrics.violate,
+            self._host.limits.prepare_timeout_s,
+            self._host.metrics.violate,
             self.quarantine,
             self._proving,
+            self._host.joining,
             patient=self._condition.proofs < _PROOFS,
         )
         with translate_os_errors("reconciling the engine"):
@@ -406,7 +424,7 @@ class EngineSupervisor:
     def _failed(self, error: WeightSyncError) -> float:
         away = error.reason is Reason.ENGINE_AWAY
         if error.message != self._condition.reason:
-            logger.warning("engine: %s", error.message)
+            logger.warning("engine %s: %s", self.name, error.message)
         if away:
             self._forget()
         permanent = error.reason is Reason.ENGINE_UNSUPPORTED
@@ -420,6 +438,7 @@ class EngineSupervisor:
         self.prefetcher.forget()
         if self._session is not None:
             self._session.close()
+        self._model.segments.engines.discard(self.name)
         self._model.accepted.forget()
         self._session = None
         self._condition.forget()

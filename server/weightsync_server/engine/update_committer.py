@@ -11,7 +11,7 @@ from weightsync.engine import WEIGHT_UPDATES
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine.file_offers import offered
-from weightsync_server.engine.reconcile import reject
+from weightsync_server.engine.rejection import reject
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class UpdateCommitter:
             await self._applier.apply(request)
         except Exception as error:
             # Nobody asked for it by number, so "newest" must not mean what the trainer was refused.
-            if self._model.serving.live != record.version:
+            if self._supervisor.served.live != record.version:
                 why = error.message if isinstance(error, WeightSyncError) else _FAULT
                 await reject(self._model.serving, record.version, why)
             raise

@@ -110,11 +110,12 @@ class WeightUpdates:
         request = pb.ApplyVersionRequest(model=self._model, version=pushed.version, pause=pause)
         reply = await self._calls.call(APPLY_VERSION, request, sender)
         logger.info("version %d from %s is live", pushed.version, path)
-        return _document(reply.report)
+        return _document(reply)
 
 
-def _document(report: pb.ApplyReport) -> dict[str, Any]:
-    return {
+def _document(reply: pb.ApplyVersionResponse) -> dict[str, Any]:
+    report = reply.report
+    document = {
         # As prime-rl's and vLLM's own servers answer.
         "status": "ok",
         "message": "Weights updated",
@@ -126,3 +127,5 @@ def _document(report: pb.ApplyReport) -> dict[str, Any]:
         "cache": pb.CacheMode.Name(report.pause.cache).removeprefix("CACHE_MODE_").lower(),
         "paused_s": report.phases.paused_total.ToNanoseconds() / 1e9,
     }
+    absent = {one.engine: one.absent for one in reply.engines if one.absent}
+    return document | ({"absent_engines": absent} if absent else {})

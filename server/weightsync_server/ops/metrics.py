@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from weightsync import __version__, clock
 from weightsync_server.ops.deadlines import DeadlineMonitor
+from weightsync_server.ops.engine_metrics import EngineGauges, EngineMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -123,28 +124,9 @@ class Metrics:
         info.labels(__version__).set(1)
 
     def _state(self) -> None:
-        self._served = Gauge(
-            "weightsync_served_version",
-            "Version that a rank serves; 0: none.",
-            ["model", "rank"],
-            registry=self.registry,
-        )
-        self._skew = self.gauge(
-            "weightsync_rank_version_skew", "Highest minus lowest version over the ranks."
-        )
-        self._fenced = self.gauge(
-            "weightsync_fenced", "1 from a fence until the engine serves again."
-        )
-        self._serving = self.gauge(
-            "weightsync_serving", "1 while the engine serves one verified version."
-        )
-        self._engine_up = self.gauge("weightsync_engine_up", "1 while the engine answers.")
+        self._engines = EngineGauges(self._model, self.registry)
         self._last_apply = self.gauge(
             "weightsync_last_apply_timestamp_seconds", "When the last apply succeeded, Unix time."
-        )
-        self._live_checked = self.gauge(
-            "weightsync_live_check_timestamp_seconds",
-            "When all live parameters were last compared and held the version, Unix time.",
         )
 
     def histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
@@ -193,10 +175,6 @@ class Metrics:
         """Count a comparison of all live parameters: one of `LIVE_CHECK_OUTCOMES`."""
         self._live_checks[outcome].inc()
 
-    def set_live_checked(self) -> None:
-        """Take note that all live parameters were compared and hold the version."""
-        self._live_checked.set_to_current_time()
-
     def add_received(self, size: int) -> None:
         """Count received bytes."""
         self._received.inc(size)
@@ -223,18 +201,9 @@ class Metrics:
         values = {name: self._violations.labels(name) for name in INVARIANTS}
         return {name: int(child._value.get()) for name, child in values.items()}  # noqa: SLF001 - the library offers no other way to read a counter
 
-    def set_served(self, versions: dict[str, int]) -> None:
-        """Set the version that each rank serves; ranks that are gone disappear."""
-        self._served.clear()
-        for rank, version in versions.items():
-            self._served.labels(self._model, rank).set(version)
-        self._skew.set(max(versions.values()) - min(versions.values()) if versions else 0)
-
-    def set_engine(self, *, up: bool, fenced: bool, serving: bool) -> None:
-        """Set whether the engine answers, is kept from serving, or serves."""
-        self._engine_up.set(up)
-        self._fenced.set(fenced)
-        self._serving.set(serving)
+    def engine(self, name: str) -> EngineMetrics:
+        """Return what is shown of an engine."""
+        return EngineMetrics(self._engines, name)
 
     def track(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge that is read when it is scraped."""

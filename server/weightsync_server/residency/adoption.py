@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.local_numbers import local_number
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.tasks import all_done
 from weightsync_server.residency.checkpoint_layout import read_layout
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from weightsync_server.residency.slot_pool import SlotPool
     from weightsync_server.residency.stager import Stager
     from weightsync_server.store.protocol import Store
+    from weightsync_server.store.store_records import CommitRecord
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["CheckpointAdoption"]
+__all__ = ["CheckpointAdoption", "OriginNumbers"]
 
 _SLOT_WAIT_S = 60.0
 #: What files are, and what to do about those that cannot be read.
@@ -39,6 +41,19 @@ _CHECKPOINT = (
     "restore its files, or restart vLLM on a whole checkpoint",
 )
 _UPDATE = ("the update", "send it again")
+
+
+class OriginNumbers(Protocol):
+    """The origin of a server that follows one: it alone gives numbers.
+
+    Attributes:
+        url: Where it is.
+    """
+
+    url: str
+
+    async def find(self, content_digest: str) -> CommitRecord | None:
+        """Return the newest version with this content; None: it has none, or cannot be asked."""
 
 
 class CheckpointAdoption:
@@ -52,6 +67,10 @@ class CheckpointAdoption:
         orphans: Drops what was not committed.
         store: Where versions are kept.
         fetch: Reads, digests and writes.
+
+    Attributes:
+        origin: What this server follows; None: it gives numbers by itself.
+        turn: Whose engine becomes the first version; the others take that up then.
     """
 
     def __init__(
@@ -71,6 +90,8 @@ class CheckpointAdoption:
         self._orphans = orphans
         self._store = store
         self._fetch = fetch
+        self.origin: OriginNumbers | None = None
+        self.turn = asyncio.Lock()
 
     async def adopt(self, files: Sequence[OfferedFile], version: int) -> VersionRecord:
         """Commit the engine's checkpoint as a version, or find the version that it is.
@@ -85,6 +106,7 @@ class CheckpointAdoption:
         # Registered only when it turns out to be new: what it is, its content tells.
         record = VersionRecord(self._table.name, version)
         async with self._arriving(record, files, _CHECKPOINT) as manifest:
+            number = await self._number_elsewhere(record, manifest)
             known = self._table.same_content(manifest.content_digest)
             if known is not None:
                 self._stager.hand_over(record, known, manifest)
@@ -92,7 +114,14 @@ class CheckpointAdoption:
             # No await between here and `add`: a push may take the number meanwhile.
             if record.version and record.version < self._table.next_version():
                 raise self._table.not_above(record.version)
-            record.version = record.version or self._table.adoption_version()
+            record.version = record.version or number or self._table.adoption_version()
+            if self._table.find(record.version) is not None:
+                raise WeightSyncError(
+                    Reason.PUSH_ABORTED,
+                    f"version {record.version} is coming in under the number of the engine's "
+                    "checkpoint; retry when it is here",
+                    retry_after_s=1.0,
+                )
             await self._commit_new(record, manifest, adopted=True)
             return record
 
@@ -111,6 +140,12 @@ class CheckpointAdoption:
         Raises:
             WeightSyncError: As `adopt`; ENGINE_REFUSED, EPOCH_STALE.
         """
+        if self.origin is not None:
+            raise WeightSyncError(
+                Reason.SERVER_FOLLOWS,
+                f"this server follows {self.origin.url} and takes no updates from a trainer; push "
+                "there",
+            )
         record = VersionRecord(self._table.name, 0, self._commits.epoch, metadata)
         async with self._arriving(record, files, _UPDATE) as manifest:
             if await accepted.check(manifest.layout.tensors):
@@ -118,6 +153,17 @@ class CheckpointAdoption:
             record.version = self._table.next_version()
             await self._commit_new(record, manifest, adopted=False)
             return record
+
+    async def _number_elsewhere(self, record: VersionRecord, manifest: Manifest) -> int:
+        """Return the number that content has or gets on a follower; 0: this server gives it one."""
+        if self.origin is None or record.version:
+            return 0
+        content = manifest.content_digest
+        version = await self.origin.find(content)
+        if version is None:
+            return local_number(content)
+        record.metadata.update(version.metadata)
+        return version.version
 
     @contextlib.asynccontextmanager
     async def _arriving(

@@ -51,7 +51,7 @@ class EvictionPolicy:
             return None
         if record.version == self._table.newest and not record.rejected_reason:
             return (2, record.version)
-        return (1 if record.version == self._serving.rollback_to else 0, record.version)
+        return (1 if record.version in self._serving.ways_back else 0, record.version)
 
     def evict(self, record: VersionRecord) -> None:
         """Take note that a version loses its slot."""

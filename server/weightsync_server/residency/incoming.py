@@ -82,9 +82,7 @@ class IncomingReader:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.end()
-            # Whoever reads it has mapped it, or comes too late.
-            self._keeper.release([writer.segment.id])
-            self._keeper.retire(writer.segment)
+            self._keeper.conceal(writer.segment)
 
     async def offer(self) -> str:
         """Return the name on the segment socket of what engines look at; "": it has ended.
@@ -121,17 +119,18 @@ class IncomingVersions:
         keeper: Publishes what readers look at.
 
     Attributes:
-        listener: Told of each; it may read, or not.
+        listeners: Told of each; they may read, or not.
     """
 
     def __init__(self, keeper: SegmentAllocator) -> None:
         self._keeper = keeper
-        self.listener: Callable[[IncomingReader], None] = lambda _: None
+        self.listeners: list[Callable[[IncomingReader], None]] = []
 
     def announce(
         self, record: VersionRecord, layout: Layout, segments: Sequence[Segment]
     ) -> IncomingReader:
         """Tell that the shards of a version will come into these segments; `end` must follow."""
         arriving = IncomingReader(record, layout, segments, self._keeper)
-        self.listener(arriving)
+        for listener in self.listeners:
+            listener(arriving)
         return arriving

@@ -57,7 +57,7 @@ class OrphanReaper:
         """Tell why a version that is not committed must stay; empty: it need not."""
         if self._table.find(record.version) is not record:
             return ""
-        if record.version == self._serving.live:
+        if self._serving.is_live(record.version):
             return "live; apply another version or roll back first"
         if record.slot is not None and record.slot.leases:
             return "staged for an apply; retry when that has ended"

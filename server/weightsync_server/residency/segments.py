@@ -44,23 +44,21 @@ class SegmentAllocator:
 
     Attributes:
         mappers: Who is told to unmap a segment; each returns when that is done.
+        engines: Names of those that are connected, and may map what is exposed.
     """
 
     def __init__(self, budget: SegmentBudget, server: SegmentServer, fetchers: FetchApi) -> None:
         self.budget = budget
         self._server = server
         self.mappers: list[Callable[[str], Awaitable[object]]] = [fetchers.forget]
-        self._exposed: set[str] = set()
+        self.engines: set[str] = set()
+        # Which engines may map a segment.
+        self._exposed: dict[str, set[str]] = {}
         self._retired: dict[str, int] = {}
         self._granted: dict[str, int] = {}
         self._waiting: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._makers = ThreadPoolExecutor(MAKERS, thread_name_prefix="segment")
-
-    @property
-    def exposed(self) -> frozenset[str]:
-        """Ids that an engine may have mapped, retired ones included."""
-        return frozenset(self._exposed)
 
     @property
     def retired(self) -> frozenset[str]:
@@ -164,16 +162,42 @@ class SegmentAllocator:
         self._makers.shutdown(wait=False)
 
     def expose(self, ids: Iterable[str]) -> None:
-        """Remember that an engine may map these from now on."""
-        self._exposed.update(ids)
+        """Remember that the connected engines may map these from now on."""
+        for name in ids if self.engines else ():
+            self._exposed.setdefault(name, set()).update(self.engines)
 
-    def release(self, ids: Iterable[str]) -> None:
-        """Take note that no process of the engine maps these any more."""
+    def exposed_to(self, engine: str) -> frozenset[str]:
+        """Return the ids that an engine may have mapped, retired ones included."""
+        return frozenset(name for name, engines in self._exposed.items() if engine in engines)
+
+    def release(self, ids: Iterable[str], engine: str) -> None:
+        """Take note that no process of an engine maps these any more.
+
+        Their memory is free as soon as that is so for every engine.
+        """
         for name in ids:
-            self._exposed.discard(name)
-            size = self._retired.pop(name, None)
-            if size is not None:
-                self.budget.release(size)
+            engines = self._exposed.get(name)
+            if engines is None:
+                continue
+            engines.discard(engine)
+            if not engines:
+                self._free(name)
+
+    def conceal(self, segment: Segment) -> None:
+        """Retire what engines that need it have mapped, or come too late for: nobody is asked."""
+        self._exposed.pop(segment.id, None)
+        self.retire(segment)
+
+    def forget_engine(self, engine: str) -> None:
+        """Take note that an engine is gone for good, and what it had mapped with it."""
+        self.engines.discard(engine)
+        self.release(self.exposed_to(engine), engine)
+
+    def _free(self, name: str) -> None:
+        del self._exposed[name]
+        size = self._retired.pop(name, None)
+        if size is not None:
+            self.budget.release(size)
 
     async def _without_writers(self, segment: Segment) -> None:
         # The kernel tells nobody when the last writer goes, so it is asked.

@@ -176,8 +176,7 @@ class Slot:
         self.segments = {}
         if self.document is not None:
             # Read by the engine during prepare only, so nobody is waited for.
-            self._keeper.release([self.document.id])
-            self._keeper.retire(self.document)
+            self._keeper.conceal(self.document)
             self.document = None
 
     def _drop_promise(self) -> None:

@@ -203,7 +203,7 @@ class Stager:
         self._refuse_failed(record)
 
     def _refuse_failed(self, record: VersionRecord) -> None:
-        if record.orphaned and record.version != self._serving.live:
+        if record.orphaned and not self._serving.is_live(record.version):
             raise WeightSyncError(
                 Reason.PUSH_ABORTED,
                 f"the push of version {record.version} ended without a commit; push it again",
@@ -216,7 +216,7 @@ class Stager:
         staged = record.slot is not None and record.residency == pb.RESIDENCY_STAGED
         coming = record.durability == pb.DURABILITY_RECEIVING
         # Somebody asked for the live one already.
-        if staged and (record.version == self._serving.live or (coming and not durable)):
+        if staged and (self._serving.is_live(record.version) or (coming and not durable)):
             return
         missing = record.missing_text()
         waived = ", or set require_durable to false" if staged and coming else ""

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import DIGEST_BYTES
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.rpc.delta_pull import stored_delta
 from weightsync_server.rpc.requests import chosen, layout_parts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from weightsync.model.manifest import Manifest
+    from weightsync.shm.segments import Segment
+    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.model import Model
-    from weightsync_server.residency.leases import SlotLease
 
 __all__ = ["pull"]
 
@@ -26,7 +28,7 @@ _LOAD_S = 600.0
 async def pull(
     model: Model, request: pb.PullWeightsRequest, deadline_s: float | None = None
 ) -> AsyncIterator[pb.PullWeightsResponse]:
-    """Yield the version, then layout, bytes and digests of each shard.
+    """Yield the version, then layout, bytes and digests of each shard, or of its delta's.
 
     The version stays in its slot until the last message is taken or the call ends.
 
@@ -37,10 +39,14 @@ async def pull(
 
     Raises:
         WeightSyncError: VERSION_UNKNOWN, REQUEST_INVALID; NO_SLOT at once where the version lies in
-            no slot and none is free.
+            no slot and none is free; BASE_MISMATCH where there is no delta of it.
     """
     record = chosen(model.table, model.serving, request.version)
-    size = min(request.chunk_bytes or _CHUNK, _MAX_CHUNK)
+    if request.delta:
+        async with stored_delta(model, record) as (delta, segments):
+            for message in _messages(request, record, delta, segments):
+                yield message
+        return
     # A little less than the caller waits, so that it is told why.
     longest = _LOAD_S if deadline_s is None else min(_LOAD_S, deadline_s * 0.95)
     if record.commit is not None:
@@ -52,17 +58,27 @@ async def pull(
         if manifest is None:
             msg = "a staged version has a manifest"
             raise AssertionError(msg)
-        shards = _wanted(request, manifest)
-        yield pb.PullWeightsResponse(version=record.to_info())
-        for shard in shards:
-            for part in layout_parts(manifest.layout, shard):
-                yield pb.PullWeightsResponse(layout=part)
-            for message in _chunks(lease, manifest, shard, request.offset, size):
-                yield message
-            for digests in _digests(manifest, shard):
-                yield pb.PullWeightsResponse(digests=digests)
+        for message in _messages(request, record, manifest, lease.segments):
+            yield message
     finally:
         lease.release()
+
+
+def _messages(
+    request: pb.PullWeightsRequest,
+    record: VersionRecord,
+    manifest: Manifest,
+    segments: Sequence[Segment],
+) -> Iterator[pb.PullWeightsResponse]:
+    size = min(request.chunk_bytes or _CHUNK, _MAX_CHUNK)
+    shards = _wanted(request, manifest)
+    yield pb.PullWeightsResponse(version=record.to_info())
+    for shard in shards:
+        for part in layout_parts(manifest.layout, shard):
+            yield pb.PullWeightsResponse(layout=part)
+        yield from _chunks(segments[shard], manifest, shard, request.offset, size)
+        for digests in _digests(manifest, shard):
+            yield pb.PullWeightsResponse(digests=digests)
 
 
 def _wanted(request: pb.PullWeightsRequest, manifest: Manifest) -> Sequence[int]:
@@ -81,9 +97,9 @@ def _wanted(request: pb.PullWeightsRequest, manifest: Manifest) -> Sequence[int]
 
 
 def _chunks(
-    lease: SlotLease, manifest: Manifest, shard: int, offset: int, size: int
+    segment: Segment, manifest: Manifest, shard: int, offset: int, size: int
 ) -> Iterator[pb.PullWeightsResponse]:
-    view = lease.segments[shard].view
+    view = segment.view
     end = manifest.layout.shards[shard].size
     for start in range(offset, end, size):
         message = pb.PullWeightsResponse()

@@ -33,6 +33,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         status: Makes the answer of GetStatus.
         lender: Makes the offers of the same-host hand-off; None: none are made.
         endpoints: Tells by the peer of a call where it may open streams besides.
+        origin: The origin that this server follows: it takes no pushes; empty: it follows none.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         status: Callable[[], pb.GetStatusResponse],
         lender: SameHostOffers | None = None,
         endpoints: Callable[[str], list[str]] = lambda _: [],
+        origin: str = "",
     ) -> None:
         self._model = model
         self._pushes = pushes
@@ -50,15 +52,18 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         self._status = status
         self._lender = lender
         self._endpoints = endpoints
+        self._origin = origin
 
     async def AcquireEpoch(self, request: pb.AcquireEpochRequest, context: Any) -> Any:
         """Make the caller the writer."""
         self._check_model(request.model)
+        self._refuse_on_follower()
         return pb.AcquireEpochResponse(epoch=await self._model.epochs.acquire(request.holder))
 
     async def BeginPush(self, request: pb.BeginPushRequest, context: Any) -> Any:
         """Open an upload."""
         self._check_model(request.model)
+        self._refuse_on_follower()
         response = await self._pushes.begin(request, context.time_remaining())
         if self._lender is not None and request.HasField("same_host"):
             self._lender.offer(response, context.peer(), request.writer)
@@ -67,14 +72,17 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
 
     async def PushWeights(self, request_iterator: AsyncIterator[Message], context: Any) -> Any:
         """Receive layout, bytes and digests."""
+        self._refuse_on_follower()
         return await self._pushes.stream(request_iterator, context.time_remaining())
 
     async def CommitPush(self, request: pb.CommitPushRequest, context: Any) -> Any:
         """End an upload."""
+        self._refuse_on_follower()
         return await self._pushes.commit(request)
 
     async def AbortPush(self, request: pb.AbortPushRequest, context: Any) -> Any:
         """Drop an upload."""
+        self._refuse_on_follower()
         return await self._pushes.abort(request)
 
     async def GetPush(self, request: pb.GetPushRequest, context: Any) -> Any:
@@ -162,6 +170,14 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         if request.model:
             self._check_model(request.model)
         return self._status()
+
+    def _refuse_on_follower(self) -> None:
+        if self._origin:
+            raise WeightSyncError(
+                Reason.SERVER_FOLLOWS,
+                f"this server follows {self._origin} and takes no pushes; push there",
+                metadata={"origin": self._origin},
+            )
 
     def _check_model(self, name: str) -> None:
         if name != self._model.table.name:

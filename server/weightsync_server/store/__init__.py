@@ -9,9 +9,12 @@ from urllib.parse import unquote, urlsplit
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
+    from weightsync_server.store.local.local_store import LocalStore
+    from weightsync_server.store.objects.object_store import ObjectStore
     from weightsync_server.store.protocol import Store
+    from weightsync_server.store.version_reader import VersionReader
 
-__all__ = ["open_store"]
+__all__ = ["open_reader", "open_store"]
 
 
 def open_store(url: str, server: str = "") -> Store:
@@ -26,12 +29,27 @@ def open_store(url: str, server: str = "") -> Store:
         WeightSyncError: NOT_SUPPORTED, naming what is.
     """
     # Fetcher processes import modules of this package and must start without asyncio and gRPC.
-    from weightsync_server.store.local.local_store import LocalStore
     from weightsync_server.store.memory_store import MemoryStore
+
+    return MemoryStore() if url == "memory://" else _lasting(url, server)
+
+
+def open_reader(url: str) -> VersionReader:
+    """Return what reads the versions of a store that another server has.
+
+    Args:
+        url: As for `open_store`, but no `memory://`: nobody else can read that.
+
+    Raises:
+        WeightSyncError: NOT_SUPPORTED, naming what is.
+    """
+    return _lasting(url, "")
+
+
+def _lasting(url: str, server: str) -> LocalStore | ObjectStore:
+    from weightsync_server.store.local.local_store import LocalStore
     from weightsync_server.store.objects.object_keys import is_location
 
-    if url == "memory://":
-        return MemoryStore()
     if "://" not in url and url:
         return LocalStore(Path(url), server)
     parts = urlsplit(url)
@@ -47,7 +65,7 @@ def open_store(url: str, server: str = "") -> Store:
     )
 
 
-def _object_store(url: str, server: str) -> Store:
+def _object_store(url: str, server: str) -> ObjectStore:
     try:
         from weightsync_server.store.objects.object_store import ObjectStore
     except ModuleNotFoundError as error:

@@ -135,6 +135,7 @@ class Answers(pb_grpc.WeightSyncServicer):
         self.takes_deltas = True
         self.data_endpoints: list[str] = []
         self.models = ["policy"]
+        self.engines: list[pb.EngineReport] = []
         self.live = 0
         self.epoch = 0
         self.watchers: list[queue.SimpleQueue[Any]] = []
@@ -277,13 +278,13 @@ class Answers(pb_grpc.WeightSyncServicer):
         report.phases.paused_total.FromNanoseconds(12_500_000)
         if request.dry_run:
             report.plan.bytes = 42
-        return pb.ApplyVersionResponse(report=report)
+        return pb.ApplyVersionResponse(report=report, engines=self.engines)
 
     def Rollback(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         self.note("Rollback", request, context)
         left, self.live = self.live, self.live - 1
         report = pb.ApplyReport(outcome=pb.APPLY_OUTCOME_APPLIED, version=self.live)
-        return pb.RollbackResponse(report=report, rejected_version=left)
+        return pb.RollbackResponse(report=report, rejected_version=left, engines=self.engines)
 
     def VerifyVersion(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         self.note("VerifyVersion", request, context)

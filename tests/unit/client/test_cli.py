@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from safetensors.numpy import save_file
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.cli.exit_codes import MEANINGS
 from weightsync_client.cli.render import size
 
@@ -64,6 +65,24 @@ def test_push_apply_rollback_and_reading_back(run: Run, weights: Path, tmp_path:
     assert run("epoch")[1] == "1\n"
     assert run("delete", "2")[1] == "version 2 deleted\n"
     assert run("abort", "push-5")[0] == 0
+
+
+def test_commands_name_engines_and_their_order(run: Run, weights: Path, servicer: Any) -> None:
+    run("push", weights)
+    run("push", weights)
+    rolling = ["--engine", "e1", "--order", "rolling", "--max-unavailable", "2"]
+    assert run("apply", "2", *rolling)[0] == run("rollback", *rolling)[0] == 0
+    named = [one for one in servicer.requests if getattr(one, "engine", "") == "e1"]
+    assert [type(one) for one in named] == [pb.ApplyVersionRequest, pb.RollbackRequest]
+    assert {one.max_unavailable for one in named} == {2}
+    assert {one.order for one in named} == {pb.ENGINE_ORDER_ROLLING}
+    assert run("verify", "--engine", "e1")[0] == 0
+    assert servicer.requests[-1].engine == "e1"
+    code, _, err = run("apply", "--order", "first")
+    assert (code, "use one of together, rolling" in err) == (2, True)
+    servicer.engines = [pb.EngineReport(engine="e2", absent="it does not answer")]
+    found = json.loads(run("apply", "--json")[1])["engines"]
+    assert found == [{"engine": "e2", "report": None, "absent": "it does not answer"}]
 
 
 def test_status(run: Run) -> None:

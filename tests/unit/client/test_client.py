@@ -19,10 +19,13 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
     Access,
     ApplyOutcome,
+    AsyncClient,
     CacheMode,
     Client,
     DeadlineError,
     Durability,
+    EngineOrder,
+    EngineReport,
     InvalidError,
     NotFoundError,
     PauseMode,
@@ -52,6 +55,10 @@ PUBLIC = [
     "Declared",
     "DeniedError",
     "Durability",
+    "EngineChoices",
+    "EngineOrder",
+    "EngineProof",
+    "EngineReport",
     "EngineState",
     "EngineStatus",
     "ExhaustedError",
@@ -80,6 +87,7 @@ PUBLIC = [
     "RefusedError",
     "Residency",
     "Retry",
+    "RollbackOptions",
     "RollbackReport",
     "Serving",
     "ShardedTensor",
@@ -169,6 +177,64 @@ def test_no_pause_is_asked_for_by_its_name(client: Client, servicer: Any) -> Non
 def test_unknown_modes_are_refused_here(client: Client, options: Any) -> None:
     with pytest.raises(InvalidError, match=r"use one of (keep, wait, abort|recompute, keep)"):
         client.apply(1, **options)
+
+
+async def test_applies_and_proofs_name_engines_and_their_order(
+    client: Client, running: Any, servicer: Any
+) -> None:
+    client.push(arrays(0))
+    client.push(arrays(1))
+    client.apply(1)
+    request = servicer.requests[-1]
+    assert (request.engine, request.order, request.max_unavailable) == ("", 0, 0), "the server's"
+    ask: dict[str, Any] = {"engine": "e1", "order": EngineOrder.ROLLING, "max_unavailable": 3}
+    client.apply(2, **ask)
+    client.rollback(**ask)
+    async with AsyncClient(running.address) as aio:
+        await aio.apply(2, **ask)
+        await aio.rollback(**ask | {"order": "together"})
+        await aio.verify(engine="e1")
+    client.verify(1, engine="e2")
+    named = [one for one in servicer.requests if getattr(one, "engine", "")]
+    applies, proofs = named[:4], named[4:]
+    assert [one.engine for one in (*applies, *proofs)] == ["e1"] * 5 + ["e2"]
+    assert [one.max_unavailable for one in applies] == [3] * 4
+    rolling, together = pb.ENGINE_ORDER_ROLLING, pb.ENGINE_ORDER_TOGETHER
+    assert [one.order for one in applies] == [rolling, rolling, rolling, together]
+    # More than a message can carry, and more than any host has.
+    client.apply(2, order="rolling", max_unavailable=2**40)
+    assert servicer.requests[-1].max_unavailable == 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"order": "first"}, "order is 'first'; use one of together, rolling"),
+        ({"engine": 3}, "engine is 3; use a string"),
+        ({"max_unavailable": -1}, "max_unavailable is -1; use a whole number"),
+    ],
+)
+def test_engines_that_cannot_be_meant_are_refused(
+    client: Client, servicer: Any, options: dict[str, Any], wrong: str
+) -> None:
+    for call in (client.apply, client.rollback):
+        with pytest.raises(InvalidError, match=wrong):
+            call(**options)
+    assert not {"ApplyVersion", "Rollback"} & set(servicer.calls)
+
+
+def test_reports_tell_of_each_engine(client: Client, servicer: Any) -> None:
+    client.push(arrays(0))
+    servicer.engines = [
+        pb.EngineReport(engine="e0", report=pb.ApplyReport(version=1, written_bytes=5)),
+        pb.EngineReport(engine="e1", absent="it does not answer"),
+    ]
+    report = client.apply()
+    assert report.engines == client.rollback().report.engines
+    first, second = report.engines
+    assert first.report is not None
+    assert (first.engine, first.report.version, first.report.written_bytes) == ("e0", 1, 5)
+    assert second == EngineReport("e1", None, "it does not answer")
 
 
 def test_rollback_verify_pin_delete_epoch_abort(client: Client, servicer: Any) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from tests.unit.server.engine.plant import Engine, hurry, plant, tensors
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine import Journal, idempotency
-from weightsync_server.engine.journal import Entry
+from weightsync_server.engine import JournalFile, idempotency
+from weightsync_server.engine.journal import live_in_store
+from weightsync_server.engine.journal_file import Entry
 from weightsync_server.invariants import count_lost
 from weightsync_server.ops.metrics import INVARIANTS, Metrics
 from weightsync_server.store import open_store
@@ -45,9 +46,11 @@ async def _violations(folder: Path, store: str = "") -> dict[str, int]:
     url = store or f"file://{folder / 'store'}"
     opened = open_store(url)
     records = await opened.open()
-    book = Journal(folder / "journal", opened.url if opened.durable else "")
+    book = JournalFile(folder / "journal", opened.url if opened.durable else "")
     book.close()
-    count_lost(opened, {record.version for record in records}, book.live_in_store, metrics)
+    known = {record.version for record in records}
+    for version in live_in_store(book):
+        count_lost(opened, known, version, metrics)
     return metrics.violations()
 
 
@@ -62,7 +65,7 @@ async def test_a_start_after_a_clean_life_or_a_crash_counts_nothing(
     await _lived(tmp_path, engine)
     assert await _violations(tmp_path) == _NONE
     # As after a crash in an apply of version 3.
-    book = Journal(tmp_path / "journal")
+    book = JournalFile(tmp_path / "journal")
     book.write(Entry("INTENT", "x", 3, 2))
     book.close()
     assert await _violations(tmp_path) == _NONE
@@ -136,7 +139,7 @@ async def test_a_call_that_was_answered_is_not_carried_out_again(
 
 
 def test_the_store_is_not_written_down_as_it_is(tmp_path: Path) -> None:
-    book = Journal(tmp_path / "journal", "s3://key:secret@bucket")
+    book = JournalFile(tmp_path / "journal", "s3://key:secret@bucket")
     book.write(Entry("DONE", "a", 1, 0, store=book.store))
     book.close()
     assert book.store

@@ -85,7 +85,12 @@ def test_several_addresses(flags: list[str]) -> None:
     assert _flags(*flags).listen == ["unix:/a", "unix:/b"]
 
 
-SEVERAL = [name for name, field in Settings.model_fields.items() if "list" in str(field.annotation)]
+#: Engines are no addresses; tests/unit/server/engine has a test of theirs.
+SEVERAL = [
+    name
+    for name, field in Settings.model_fields.items()
+    if "list" in str(field.annotation) and name != "engine"
+]
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -164,6 +169,10 @@ def test_bad_names(name: str) -> None:
         ({"retain_versions": 1}, "retain_versions"),
         ({"slotz": 3}, "slotz"),
         ({"prepare_timeout_s": float("nan")}, "prepare_timeout_s"),
+        ({"follow": "memory://"}, "follow cannot be 'memory://'; use grpc://HOST:PORT"),
+        ({"follow": "grpc://trainer:50551"}, "use grpcs://HOST:PORT, or give --follow-ca"),
+        ({"follow": "s3://a/b", "store": "s3://a/c"}, "keeps what it fetches in a folder"),
+        ({"follow_ca": "/ca.pem"}, "name the origin with it"),
     ],
 )
 def test_values_that_are_refused(values: dict[str, Any], named: str) -> None:

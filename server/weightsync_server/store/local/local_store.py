@@ -26,6 +26,7 @@ from weightsync_server.ops import durable_files
 from weightsync_server.ops.os_errors import read_fault, write_fault
 from weightsync_server.ops.tasks import in_thread
 from weightsync_server.store.documents import read_document, write_document
+from weightsync_server.store.local.committed_versions import committed_versions, version_stamps
 from weightsync_server.store.local.open_pushes import (
     RECORD,
     forget_push,
@@ -161,6 +162,14 @@ class LocalStore:
         """Return nothing: a folder is looked through when it is opened, and recovered with that."""
         check_model(model)
         return []
+
+    async def committed(self, model: str) -> list[CommitRecord]:
+        """Return the versions that exist now, by number; the folder need not be opened for that."""
+        return await self._read(model, "versions", committed_versions, self._root, model)
+
+    async def stamps(self, model: str) -> frozenset[str]:
+        """Return what changes with the versions that exist, for little."""
+        return await self._read(model, "versions", version_stamps, self._root, model)
 
     async def collects(self, model: str) -> bool:
         """Return True: a folder does not know who has an epoch."""

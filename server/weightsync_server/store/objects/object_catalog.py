@@ -52,6 +52,15 @@ class ObjectCatalog:
         for version in self.damaged.keys() - {name.version for name in names}:
             del self.damaged[version]
 
+    async def stamps(self) -> frozenset[str]:
+        """Return the keys that change whenever a version comes, goes or is kept in another form.
+
+        Which of the records count is final once they are listed: an epoch changes nothing of that.
+        """
+        folders = (f"{self._model}/{folder}" for folder in ("versions", "full"))
+        listed = await asyncio.gather(*map(self._client.list_under, folders))
+        return frozenset().union(*listed)
+
     async def all(self) -> list[StoredVersion]:
         """Return all versions that exist now.
 

@@ -20,10 +20,12 @@ from obstore import exceptions, store
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.store.objects.object_keys import SCHEMES
+from weightsync_server.store.objects.store_address import check_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore as Bucket
 
 __all__ = ["ABSENT", "ObjectClient", "ObjectFacts", "connect", "refusing", "split_url"]
@@ -32,6 +34,9 @@ __all__ = ["ABSENT", "ObjectClient", "ObjectFacts", "connect", "refusing", "spli
 _EXISTS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
 #: Its own class is what obstore documents, Python's is what it raises.
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
+
+#: What S3 says of one object where several were to be removed; obstore has no error for it.
+_DENIED = "(code: AccessDenied)"
 
 #: One request and all its repetitions, the last of which may begin at the end of that time: shorter
 #: than a fetcher's task may take.
@@ -67,10 +72,12 @@ class ObjectFacts(NamedTuple):
     Attributes:
         size: Its bytes.
         modified: When it was put, by the store's clock.
+        tag: Another for other bytes, where the store has tags.
     """
 
     size: int
     modified: datetime
+    tag: str = ""
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -94,9 +101,10 @@ def connect(bucket: str) -> Bucket:
     """Return a client of a bucket; no request is made.
 
     Raises:
-        WeightSyncError: REQUEST_INVALID for settings in the environment that obstore refuses.
+        WeightSyncError: REQUEST_INVALID for settings in the environment that cannot be used.
     """
     scheme, _, name = bucket.partition("://")
+    check_addresses(scheme)
     given = {key: os.environ.get(_VARIABLES[scheme] + key.upper()) for key in _CLIENT_SETTINGS}
     client = _CLIENT | {key: value for key, value in given.items() if value}
     options: dict[str, Any] = {"client_options": client, "retry_config": _RETRIES}
@@ -158,6 +166,14 @@ class ObjectClient:
     async def create(self, key: str, data: bytes) -> bytes:
         """Put an object where there is none; return the bytes that are there then, ours or not.
 
+        Raises:
+            WeightSyncError: As `create_or_read`.
+        """
+        return (await self.create_or_read(key, data))[1]
+
+    async def create_or_read(self, key: str, data: bytes) -> tuple[bool, bytes]:
+        """Put an object where there is none; return whether that is known, and what is there.
+
         What a store answers is believed only after the object was read back: a reply may be lost,
         and "it exists" may mean that another request for it was under way.
 
@@ -168,11 +184,11 @@ class ObjectClient:
         for attempt in range(_ATTEMPTS):
             try:
                 if await self.try_create(key, data):
-                    return data
+                    return True, data
             except WeightSyncError as error:
                 failure = error
             if (found := await self.get(key)) is not None:
-                return found
+                return False, found
             await asyncio.sleep(0.05 * 2**attempt)
         raise failure or WeightSyncError(
             Reason.FAULT, f"{self.url} says that {key} exists, and does not have it; try again"
@@ -203,7 +219,7 @@ class ObjectClient:
             async for batch in obstore.list(self._store, path):
                 for meta in batch:
                     key = f"{prefix}{meta['path'][len(path) :]}"
-                    found[key] = ObjectFacts(meta["size"], meta["last_modified"])
+                    found[key] = _facts(meta)
         return found
 
     async def folders(self) -> list[str]:
@@ -219,7 +235,7 @@ class ObjectClient:
                 meta = await obstore.head_async(self._store, self._path(key))
             except ABSENT:
                 return None
-        return ObjectFacts(meta["size"], meta["last_modified"])
+        return _facts(meta)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; those that are not there are fine."""
@@ -258,17 +274,15 @@ def refusing(what: str) -> Iterator[None]:
     except (*ABSENT, *_EXISTS):
         raise
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
-            f"{what} is not allowed with the credentials found; give them the rights that "
-            "docs/security.md lists",
-        ) from None
+        raise _denied(what) from None
     except (exceptions.UnknownConfigurationKeyError, exceptions.InvalidPathError) as error:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
             f"{what} failed: {_gist(error)}; correct the URL or the environment",
         ) from None
     except exceptions.BaseError as error:
+        if _DENIED in str(error):
+            raise _denied(what) from None
         raise WeightSyncError(
             Reason.FAULT,
             f"{what} failed: the object store does not answer as it should ({_gist(error)}); check "
@@ -276,16 +290,32 @@ def refusing(what: str) -> Iterator[None]:
         ) from None
 
 
+def _denied(what: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.REQUEST_INVALID,
+        f"{what} is not allowed with the credentials found; give them the rights that "
+        "docs/security.md lists",
+    )
+
+
+def _facts(meta: ObjectMeta) -> ObjectFacts:
+    return ObjectFacts(meta["size"], meta["last_modified"], meta["e_tag"] or "")
+
+
 def _gist(error: Exception) -> str:
     first = str(error).partition("\n")[0].partition("<")[0]
-    shown = re.sub(r"\?\S*", "", first)
-    # An address from the environment may have a user and a password.
-    return re.sub(r"//[^\s/]*@", "//", shown)[:300].strip(" :")
+    return _without_user(re.sub(r"\?\S*", "", first))[:300].strip(" :")
+
+
+def _without_user(text: str) -> str:
+    """Return a text without the user and password that an address in it may have."""
+    return re.sub(r"//[^\s/]*@", "//", text)
 
 
 def _not_a_url(url: str) -> WeightSyncError:
     return WeightSyncError(
         Reason.NOT_SUPPORTED,
-        f"no store can be opened at {url!r}; use s3://bucket/prefix, gs://bucket/prefix or "
-        "az://container/prefix without user, port or query; addresses come from the environment",
+        f"no store can be opened at {_without_user(url)!r}; use s3://bucket/prefix, "
+        "gs://bucket/prefix or az://container/prefix without user, port or query; addresses come "
+        "from the environment",
     )

@@ -137,8 +137,18 @@ class ObjectStore:
 
     async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
         """Return the whole versions of a model, whichever server committed them."""
-        found, _ = await self._change(self._of(model), self._whole(model))
+        return await self.committed(model)
+
+    async def committed(self, model: str) -> list[CommitRecord]:
+        """Return the versions that exist now, by number; the store need not be opened for that."""
+        # Nothing is changed, so it may be called off at once.
+        async with self._of(model).lock:
+            found, _ = await self._whole(model)
         return found
+
+    async def stamps(self, model: str) -> frozenset[str]:
+        """Return what changes with the versions that exist, for two requests."""
+        return await self._of(model).catalog.stamps()
 
     async def collects(self, model: str) -> bool:
         """Return whether this server has the newest epoch."""

@@ -15,23 +15,28 @@ if TYPE_CHECKING:
 __all__ = ["claim", "probe"]
 
 
-async def claim(client: ObjectClient) -> None:
+async def claim(client: ObjectClient, kind: str = "store", marker: str = MARKER) -> None:
     """Make a place a store of ours, or find that it is one.
+
+    Args:
+        client: The place.
+        kind: What is to be there.
+        marker: Key of the object that says so.
 
     Raises:
         WeightSyncError: NOT_SUPPORTED: of a newer release, or damaged; REQUEST_INVALID: something
             else is there.
     """
     ours = encode_document({"format": 1})
-    body = await client.get(MARKER)
+    body = await client.get(marker)
     if body is None:
         # Another server may have made it a store meanwhile.
-        if not await client.is_empty() and (body := await client.get(MARKER)) is None:
+        if not await client.is_empty() and (body := await client.get(marker)) is None:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"{client.url} is no WeightSync store and not empty; name a prefix of its own",
+                f"{client.url} is no WeightSync {kind} and not empty; name a prefix of its own",
             )
-        body = body or await client.create(MARKER, ours)
+        body = body or await client.create(marker, ours)
     try:
         known = decode_document(body).get("format")
     except ValueError:
@@ -39,7 +44,7 @@ async def claim(client: ObjectClient) -> None:
     if known != 1:
         raise WeightSyncError(
             Reason.NOT_SUPPORTED,
-            f"{client.url}/{MARKER} has format {known!r}: it is damaged, or of a newer release of "
+            f"{client.url}/{marker} has format {known!r}: it is damaged, or of a newer release of "
             "this server; use that release",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -88,3 +88,97 @@ def test_a_push_shows_for_which_writers_it_waits(capsys: pytest.CaptureFixture[s
     model = pb.ModelStatus(model="m", pushes=[push])
     render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
     assert "0 streams, 4 writers, not begun: 1, 3, unfinished: 0\n" in capsys.readouterr().out
+
+
+def _status(capsys: pytest.CaptureFixture[str], **fields: Any) -> list[str]:
+    model = pb.ModelStatus(model="m", **fields)
+    render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
+    return capsys.readouterr().out.splitlines()[1:]
+
+
+def test_each_of_several_engines_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    serving = pb.EngineStatus(
+        name="e0", state=pb.ENGINE_STATE_SERVING, kind="bridge", vllm_version="0.26",
+        live_version=7, rollback_version=6, ranks=[pb.RankResult(rank="0/0/0", version=7)],
+    )  # fmt: skip
+    fenced = pb.EngineStatus(
+        name="e1", state=pb.ENGINE_STATE_FENCED, kind="bridge", reason="rank 0/0/0 differs",
+        rollback_version=5, warnings=["anybody may call it"],
+    )  # fmt: skip
+    shown = _status(capsys, newest_version=8, engine=fenced, engines=[serving, fenced])
+    assert shown == [
+        "model m: live 7, newest 8, rollback to 5 and 6",
+        "  engine e0: version 7, serving bridge vLLM 0.26",
+        "    rank 0/0/0: version 7 ",
+        "  engine e1: version none, fenced (rank 0/0/0 differs) bridge",
+        "    WARNING anybody may call it",
+    ]
+
+
+def test_a_host_with_one_engine_or_none(capsys: pytest.CaptureFixture[str]) -> None:
+    one = pb.EngineStatus(name="engine", state=pb.ENGINE_STATE_SERVING, kind="bridge")
+    shown = _status(capsys, live_version=7, rollback_version=6, engine=one, engines=[one])
+    assert shown == [
+        "model m: live 7, newest none, rollback to 6 (from the store)",
+        "  engine serving bridge",
+    ]
+    assert _status(capsys) == [
+        "model m: live none, newest none, rollback to none",
+        "  no engine",
+    ]
+
+
+def _report(outcome: pb.ApplyOutcome.ValueType, paused_ms: int = 0) -> pb.ApplyReport:
+    report = pb.ApplyReport(
+        outcome=outcome, version=8, ranks=[pb.RankResult(rank="0/0/0", version=8)]
+    )
+    report.phases.paused_total.FromMilliseconds(paused_ms)
+    return report
+
+
+def test_an_apply_shows_what_became_of_each_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    engines = [
+        pb.EngineReport(engine="e0", report=_report(pb.APPLY_OUTCOME_APPLIED, 12)),
+        pb.EngineReport(engine="e1", report=_report(pb.APPLY_OUTCOME_ALREADY_LIVE)),
+        pb.EngineReport(engine="e2", absent="it does not answer"),
+    ]
+    whole = _report(pb.APPLY_OUTCOME_APPLIED, 12)
+    render.show_apply(convert.to_report(whole, engines))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("version 8 is live (before: none); paused 12.0 ms")
+    assert shown[1:] == [
+        "  engine e0: applied, paused 12.0 ms",
+        "    rank 0/0/0: version 8 ",
+        "  engine e1: already live",
+        "  engine e2 took no part: it does not answer",
+    ]
+    render.show_apply(convert.to_report(whole, engines[:1]))
+    assert capsys.readouterr().out.splitlines()[1:] == ["  rank 0/0/0: version 8 "], "one engine"
+
+
+def test_an_apply_names_all_versions_that_were_left(capsys: pytest.CaptureFixture[str]) -> None:
+    engines = []
+    for at, before in enumerate((6, 7, 6)):
+        report = _report(pb.APPLY_OUTCOME_APPLIED)
+        report.previous_version = before
+        engines.append(pb.EngineReport(engine=f"e{at}", report=report))
+    stays = pb.ApplyReport(outcome=pb.APPLY_OUTCOME_ALREADY_LIVE, version=8, previous_version=8)
+    engines.append(pb.EngineReport(engine="e3", report=stays))
+    render.show_apply(convert.to_report(_report(pb.APPLY_OUTCOME_APPLIED), engines))
+    assert "version 8 is live (before: 6 and 7); " in capsys.readouterr().out
+
+
+def test_a_proof_shows_what_each_engine_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    differs = pb.RankResult(rank="0/0/0", error="differs in a")
+    proof = pb.VerifyVersionResponse(
+        engines=[
+            pb.EngineProof(engine="e0", verified=True, version=8),
+            pb.EngineProof(engine="e1", version=7, ranks=[differs]),
+        ]
+    )
+    render.show_verification(convert.to_verification(proof))
+    assert capsys.readouterr().out.splitlines() == [
+        "engine e0: every rank holds version 8",
+        "engine e1: every rank does NOT hold version 7",
+        "  rank 0/0/0: no whole version : differs in a",
+    ]

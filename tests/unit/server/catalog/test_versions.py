@@ -162,7 +162,7 @@ async def test_pins_rejections_and_used_numbers_survive(tmp_path: Path) -> None:
 
 async def test_what_is_in_use_cannot_be_deleted(here: World) -> None:
     await pushed(here, 2)
-    here.model.serving.set_live(2)
+    here.model.serving.engine("engine").set_live(2)
     await here.model.serving.pin(1, pinned=True)
     lease = await here.model.stager.stage(1, 5)
 
@@ -189,8 +189,8 @@ async def test_what_is_in_use_cannot_be_deleted(here: World) -> None:
 async def test_retention_by_count(tmp_path: Path) -> None:
     async with world(tmp_path, retention=Retention(3), slots=3) as here:
         await pushed(here, 2)
-        here.model.serving.set_live(1)
-        here.model.serving.set_live(2)
+        here.model.serving.engine("engine").set_live(1)
+        here.model.serving.engine("engine").set_live(2)
         await here.push(simple(3))
         await here.model.serving.pin(3, pinned=True)
         for seed in (4, 5, 6, 7):
@@ -229,17 +229,17 @@ def test_history() -> None:
 async def test_live_rollback_and_back_again(here: World) -> None:
     await pushed(here, 3)
     for version in (1, 2, 3):
-        here.model.serving.set_live(version)
+        here.model.serving.engine("engine").set_live(version)
     assert (here.model.serving.live, here.model.serving.rollback_to) == (3, 2)
-    here.model.serving.set_live(2)
+    here.model.serving.engine("engine").set_live(2)
     await here.model.serving.reject(3, "bad")
     assert (here.model.serving.live, here.model.serving.rollback_to) == (2, 1)
     serving = [record.serving for record in here.model.table.list()]
     assert serving == [pb.SERVING_REJECTED, pb.SERVING_LIVE, pb.SERVING_NO]
-    here.model.serving.set_live(0)
+    here.model.serving.engine("engine").set_live(0)
     assert here.model.serving.rollback_to == 2
-    here.model.serving.restore_history(1, 3, 99)
-    here.model.serving.set_live(3)
+    here.model.serving.engine("engine").restore_history(1, 3, 99)
+    here.model.serving.engine("engine").set_live(3)
     assert here.model.serving.rollback_to == 1
 
 

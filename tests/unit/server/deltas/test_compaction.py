@@ -169,7 +169,7 @@ async def test_a_fold_gives_its_slot_to_a_push_that_waits(tmp_path: Path) -> Non
     contents = history(4)
     async with gated(tmp_path) as (here, fetchers):
         await push_chain(here, contents[:3])
-        here.model.serving.set_live(2)
+        here.model.serving.engine("engine").set_live(2)
         await push_delta(here, contents[2], contents[3], 4)
         await fetchers.waiting.wait()
         # One slot is live, the other one is being folded from.

@@ -78,7 +78,7 @@ class _History:
             assert not based
 
     async def live(self, version: int) -> None:
-        self.here.model.serving.set_live(version)
+        self.here.model.serving.engine("engine").set_live(version)
 
     async def fold(self, version: int) -> None:
         lease = await self.here.model.stager.stage(version, 20, for_engine=False)

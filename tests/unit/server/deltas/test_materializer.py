@@ -117,13 +117,13 @@ async def test_the_base_itself_gives_its_slot_when_there_is_no_other(tmp_path: P
     fetchers = Watched()
     async with world(tmp_path, fetchers=fetchers) as here:
         await push_chain(here, contents[:2])
-        here.model.serving.set_live(1)
+        here.model.serving.engine("engine").set_live(1)
         fetchers.taken()
         await push_delta(here, contents[1], contents[2], 3)
         assert fetchers.taken() == {"patch"}
         assert here.read(3) == [shard.data for shard in contents[2]]
         assert here.model.table.get(2).to_info().residency == pb.RESIDENCY_ABSENT
-        here.model.serving.set_live(3)
+        here.model.serving.engine("engine").set_live(3)
         await read_back(here, 2, contents[1])
 
 
@@ -131,7 +131,7 @@ async def test_without_a_store_too(tmp_path: Path) -> None:
     contents = history(2)
     async with world(tmp_path, store="memory://") as here:
         await push_chain(here, contents[:2])
-        here.model.serving.set_live(1)
+        here.model.serving.engine("engine").set_live(1)
         await push_delta(here, contents[1], contents[2], 3)
         assert here.read(3) == [shard.data for shard in contents[2]]
         # It was the only copy, as a full push would have had it.

@@ -14,8 +14,12 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
     Applier,
     ApplyLimits,
+    EngineApplier,
+    EngineSet,
     EngineSupervisor,
+    HostParts,
     Journal,
+    JournalFile,
     ModelParts,
     supervisor,
 )
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
     import pytest
 
+ENGINE = "engine"
 #: Name, dtype and shape of the model's tensors.
 KINDS = {"a": ("F32", (64,)), "b": ("BF16", (8, 4)), "c": ("U8", ())}
 
@@ -166,7 +171,10 @@ class Plant:
         return await self.until(pb.ENGINE_STATE_SERVING)
 
     def count(self, name: str, **labels: str) -> float:
-        value = self.metrics.registry.get_sample_value(name, {"model": MODEL} | labels)
+        registry = self.metrics.registry
+        value = registry.get_sample_value(name, {"model": MODEL} | labels)
+        if value is None:
+            value = registry.get_sample_value(name, {"model": MODEL, "engine": ENGINE} | labels)
         assert value is not None, name
         return value
 
@@ -207,21 +215,26 @@ async def plant(
     async with world(folder, store=store, slots=slots, retention=retention) as here:
         engine = engine or Engine(folder / "segments.sock")
         lasting = here.model.store.url if here.model.store.durable else ""
-        journal = Journal(folder / "journal", lasting)
-        live, previous = journal.live
-        here.model.serving.restore_history(previous, live)
+        file = JournalFile(folder / "journal", lasting)
+        journal = Journal(file, ENGINE)
         metrics = Metrics(MODEL)
         serving: list[bool] = []
-        values = limits(**more)
+        host = HostParts(here.server, metrics, limits(**more))
         parts = ModelParts.of(here.model)
+        engines = EngineSet(file)
         held = EngineSupervisor(
-            engine, parts, here.server, journal, metrics, values, serving.append
+            engine,
+            parts,
+            host,
+            journal,
+            lambda: serving.append(held.serving),
         )
-        applier = Applier(held, parts, journal, metrics, values)
-        held.start()
+        engines.add(EngineApplier(held, parts, host))
+        applier = Applier(engines, parts, host)
+        engines.start()
         try:
             yield Plant(here, engine, held, applier, journal, metrics, serving)
         finally:
             await applier.drain()
-            await held.stop()
-            journal.close()
+            await engines.stop()
+            file.close()

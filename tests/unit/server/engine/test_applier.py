@@ -151,7 +151,7 @@ async def test_tensors_that_are_not_the_models(
 ) -> None:
     kinds = {k: v for k, v in (checkpoint(2) | change).items() if v is not None}
     # As if nobody could be asked when the layout came.
-    it.here.model.accepted.ask = None
+    it.here.model.accepted.asks.clear()
     await it.here.push([make_shard(0, [(name, *kind) for name, kind in kinds.items()])], 2)
     before = list(it.engine.events)
     await _refused(it, Reason.ENGINE_REFUSED, named, version=2)
@@ -168,7 +168,7 @@ async def test_a_refusal_names_the_first_tensors_and_tells_all_that_were_named(
     more = dict.fromkeys(names, ("U8", (1,), b"x"))
     kinds = checkpoint(2) | more
     # As if nobody could be asked when the layout came.
-    it.here.model.accepted.ask = None
+    it.here.model.accepted.asks.clear()
     await it.here.push([make_shard(0, [(name, *kind) for name, kind in kinds.items()])], 2)
     error = await _refused(
         it, Reason.ENGINE_REFUSED, "(layer.00, layer.01, layer.02 and 11 more)", version=2
@@ -181,7 +181,7 @@ async def test_a_refusal_names_the_first_tensors_and_tells_all_that_were_named(
 async def test_a_refused_apply_tells_what_was_probably_meant(it: Plant) -> None:
     kinds = {f"module.{name}": kind for name, kind in checkpoint(2).items()}
     # As if nobody could be asked when the layout came.
-    it.here.model.accepted.ask = None
+    it.here.model.accepted.asks.clear()
     await it.here.push([make_shard(0, [(name, *kind) for name, kind in kinds.items()])], 2)
     remedy = "remove the prefix 'module.' from the names"
     await _refused(it, Reason.ENGINE_REFUSED, remedy, version=2)
@@ -388,7 +388,7 @@ async def test_a_pause_that_ended_before_the_commit_came_is_no_reason_to_fence(i
     async def ran_out() -> None:
         it.engine.before.pop("commit")
         (digest,) = {it.here.model.table.get(1).content_digest}
-        await MemoryEngine.resume(it.engine, it.engine._lease, 1, digest)
+        await MemoryEngine.resume(it.engine, it.engine._lease.id, 1, digest)
         raise WeightSyncError(Reason.ENGINE_REFUSED, "the engine generates")
 
     it.engine.before["commit"] = ran_out
@@ -442,7 +442,7 @@ async def test_a_journal_that_cannot_be_written_stops_an_apply_before_the_pause(
     def full(_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(it.journal, "write", full)
+    monkeypatch.setattr(it.journal._file, "write", full)
     await _refused(it, Reason.DISK_EXHAUSTED, "No space left", version=2)
     assert it.engine.events == before
     assert it.leases() == {1: 1, 2: 0}

@@ -13,7 +13,8 @@ from tests.unit.server.engine.plant import Engine, Plant, plant, shards, tensors
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency
-from weightsync_server.engine.journal import Entry, Journal
+from weightsync_server.engine.journal import Journal
+from weightsync_server.engine.journal_file import Entry, JournalFile
 from weightsync_server.engine.outcome import Cause
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ async def test_an_apply_that_did_not_come_about_is_made_when_it_is_repeated(
     async with plant(tmp_path, engine, store=store) as it:
         await it.ready()
         await it.push(2)
-    book = Journal(tmp_path / "journal")
+    book = JournalFile(tmp_path / "journal")
     book.write(Entry("INTENT", "x", 2, 1, idempotency.cause(_KEYED)))
     book.close()
     # Half of it is written.
@@ -125,9 +126,9 @@ def test_a_version_is_live_in_journals_of_before_too(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     body = b'{"event": "DONE", "apply_id": "a", "version": 2, "previous": 1}'
     path.write_bytes(xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n")
-    book = Journal(path)
+    book = JournalFile(path)
     book.close()
-    assert book.last == Entry("DONE", "a", 2, 1)
+    assert Journal(book).last == Entry("DONE", "a", 2, 1)
 
 
 def _done(number: int, reply: pb.ApplyVersionResponse) -> Entry:
@@ -147,18 +148,18 @@ def test_answers_are_kept_in_number_and_bytes(
     path = tmp_path / "journal"
     report = pb.ApplyReport(ranks=[pb.RankResult(rank="0/0/0", error="x" * 90)] * ranks)
     reply = pb.ApplyVersionResponse(report=report)
-    book = Journal(path)
+    book = JournalFile(path)
     for number in range(1, 401):
         book.write(_done(number, reply))
         assert _size(path) < (1 << 20) + (16 << 10)
     book.close()
-    again = Journal(path)
+    again = JournalFile(path)
     again.close()
     found = [number for number in range(1, 401) if again.answered(f"k{number}")]
     assert kept <= len(found) <= 256
     assert found == list(range(401 - len(found), 401)), "the newest"
     assert _size(path) <= 1 << 19
-    assert again.live == (400, 399)
+    assert Journal(again).live == (400, 399)
 
 
 def test_an_answer_that_is_too_large_is_kept_without_its_ranks() -> None:

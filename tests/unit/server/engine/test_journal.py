@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from weightsync_server.engine import journal as module
-from weightsync_server.engine.journal import Entry, Journal
+from weightsync_server.engine import journal_file as module
+from weightsync_server.engine.journal import Journal
+from weightsync_server.engine.journal_file import Entry, JournalFile
 from weightsync_server.ops import durable_files
 
 if TYPE_CHECKING:
@@ -28,16 +29,16 @@ def path(tmp_path: Path) -> Path:
 
 
 def _write(path: Path, *entries: Entry) -> None:
-    journal = Journal(path)
+    journal = JournalFile(path)
     for entry in entries:
         journal.write(entry)
     journal.close()
 
 
 def _seen(path: Path) -> tuple[Entry | None, tuple[int, int]]:
-    journal = Journal(path)
+    journal = JournalFile(path)
     journal.close()
-    return journal.last, journal.live
+    return Journal(journal).last, Journal(journal).live
 
 
 def test_nothing_yet(path: Path) -> None:
@@ -60,9 +61,9 @@ def test_torn_at_every_byte(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
         good = sum(end <= size for end in ends)
-        journal = Journal(path)
-        assert journal.last == (entries[good - 1] if good else None), size
-        assert journal.live == {0: (0, 0), 1: (0, 0), 4: (2, 1)}.get(good, (1, 0)), size
+        journal = JournalFile(path)
+        assert Journal(journal).last == (entries[good - 1] if good else None), size
+        assert Journal(journal).live == {0: (0, 0), 1: (0, 0), 4: (2, 1)}.get(good, (1, 0)), size
         # What is written from now on is found again.
         journal.write(_done(9, 8))
         journal.close()
@@ -84,8 +85,8 @@ def test_a_garbage_tail_is_cut_off(path: Path, tail: bytes) -> None:
     _write(path, _done(1))
     with path.open("ab") as file:
         file.write(tail)
-    journal = Journal(path)
-    assert journal.live == (1, 0)
+    journal = JournalFile(path)
+    assert Journal(journal).live == (1, 0)
     journal.write(_intent(2, 1))
     journal.close()
     assert _seen(path) == (_intent(2, 1), (1, 0))
@@ -104,7 +105,7 @@ def test_a_flipped_bit_ends_what_is_believed(path: Path, monkeypatch: pytest.Mon
 
 def test_it_starts_anew_when_it_has_grown(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROTATE_BYTES", 1000)
-    journal = Journal(path)
+    journal = JournalFile(path)
     for version in range(1, 200):
         journal.write(_intent(version, version - 1))
         journal.write(_done(version, version - 1))
@@ -121,7 +122,7 @@ def test_a_crash_while_it_starts_anew(
 ) -> None:
     _write(path, _done(1), _intent(2, 1))
     monkeypatch.setattr(module, "_ROTATE_BYTES", 10)
-    journal = Journal(path)
+    journal = JournalFile(path)
 
     def crash(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -150,7 +151,7 @@ def test_a_leftover_of_a_crash_is_overwritten(path: Path) -> None:
 def test_a_full_disk_never_counts_half_a_record(
     path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    journal = Journal(path)
+    journal = JournalFile(path)
     journal.write(_done(1))
 
     def short(fd: int, data: bytes) -> None:
@@ -161,14 +162,14 @@ def test_a_full_disk_never_counts_half_a_record(
         full.setattr(durable_files, "write", short)
         with pytest.raises(OSError, match="No space"):
             journal.write(_intent(2, 1))
-    assert journal.last == _done(1)
+    assert Journal(journal).last == _done(1)
     journal.write(_intent(3, 1))
     journal.close()
     assert _seen(path) == (_intent(3, 1), (1, 0))
 
 
 def test_a_failed_fsync_is_no_record(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(path)
+    journal = JournalFile(path)
     journal.write(_done(1))
 
     def fail(_: int) -> None:
@@ -178,7 +179,7 @@ def test_a_failed_fsync_is_no_record(path: Path, monkeypatch: pytest.MonkeyPatch
         broken.setattr(os, "fsync", fail)
         with pytest.raises(OSError, match="Input/output"):
             journal.write(_intent(2, 1))
-    assert journal.last == _done(1)
+    assert Journal(journal).last == _done(1)
     journal.write(_done(3, 1))
     journal.close()
     assert _seen(path)[0] == _done(3, 1)
@@ -199,7 +200,7 @@ def test_a_record_after_a_rotation_that_failed_is_found(
     def refuse(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    journal = Journal(path)
+    journal = JournalFile(path)
     journal.write(_done(1))
     monkeypatch.setattr(module, "_ROTATE_BYTES", 0)
     with monkeypatch.context() as patch:

@@ -14,8 +14,8 @@ from tests.unit.server.engine.plant import Engine, Plant, plant, tensors, until
 from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine import Journal
-from weightsync_server.engine.journal import Entry
+from weightsync_server.engine import JournalFile
+from weightsync_server.engine.journal_file import Entry
 
 
 def _deleted_files() -> int:
@@ -170,7 +170,7 @@ async def test_a_server_that_died_in_the_commit_places_the_last_live_version(
         await it.ready()
         await it.push(2, 3)
         await it.apply(2)
-    journal = Journal(tmp_path / "journal")
+    journal = JournalFile(tmp_path / "journal")
     journal.write(Entry("INTENT", "x", 3, 2))
     journal.close()
     # Half of version 3 is written; the bridge's lease ran out and it fenced.

@@ -246,12 +246,12 @@ async def test_a_session_that_could_not_be_made_is_tried_again(
 
     tries = 0
 
-    def make(*args: Any) -> session.EngineSession:
+    def make(*args: Any, **more: Any) -> session.EngineSession:
         nonlocal tries
         tries += 1
         if tries < 3:
             raise WeightSyncError(Reason.MEMORY_EXHAUSTED, "no memory for the status pages")
-        return session.EngineSession(*args)
+        return session.EngineSession(*args, **more)
 
     monkeypatch.setattr(supervisor, "EngineSession", make)
     async with plant(tmp_path) as it:

@@ -47,6 +47,7 @@ async def _ask(port: int, request: bytes = b"GET /metrics HTTP/1.1\r\nHost: x\r\
 
 
 def test_every_child_exists_from_the_start(metrics: Metrics) -> None:
+    metrics.engine("e0")
     samples = {
         (sample.name, *sample.labels.values()): sample.value
         for family in metrics.registry.collect()
@@ -66,15 +67,19 @@ def test_every_child_exists_from_the_start(metrics: Metrics) -> None:
         "weightsync_received_bytes_total",
         "weightsync_applied_bytes_total",
         "weightsync_fetcher_restarts_total",
-        "weightsync_rank_version_skew",
-        "weightsync_fenced",
-        "weightsync_engine_up",
         "weightsync_last_apply_timestamp_seconds",
-        "weightsync_live_check_timestamp_seconds",
         "weightsync_load_seconds_count",
         "weightsync_loader_restarts_total",
     ):
         assert samples[name, "m"] == 0
+    for name in (
+        "weightsync_rank_version_skew",
+        "weightsync_fenced",
+        "weightsync_serving",
+        "weightsync_engine_up",
+        "weightsync_live_check_timestamp_seconds",
+    ):
+        assert samples[name, "m", "e0"] == 0
     assert samples["weightsync_build_info", __version__] == 1
 
 
@@ -151,14 +156,39 @@ def test_loads_are_counted(metrics: Metrics) -> None:
 
 
 def test_ranks_that_are_gone_disappear(metrics: Metrics) -> None:
-    metrics.set_served({"0/0/0": 3, "0/0/1": 5})
-    get = metrics.registry.get_sample_value
-    assert get("weightsync_rank_version_skew", {"model": "m"}) == 2
-    metrics.set_served({"0/0/1": 5})
-    assert get("weightsync_served_version", {"model": "m", "rank": "0/0/0"}) is None
-    assert get("weightsync_served_version", {"model": "m", "rank": "0/0/1"}) == 5
-    metrics.set_served({})
-    assert get("weightsync_rank_version_skew", {"model": "m"}) == 0
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(
+            f"weightsync_{name}", {"model": "m", "engine": "e0"} | labels
+        )
+
+    engine = metrics.engine("e0")
+    engine.set_served({"0/0/0": 3, "0/0/1": 5})
+    assert value("rank_version_skew") == 2
+    engine.set_served({"0/0/1": 5})
+    assert value("served_version", rank="0/0/0") is None
+    assert value("served_version", rank="0/0/1") == 5
+    engine.set_served({})
+    assert value("rank_version_skew") == 0
+
+
+def test_each_engine_has_its_own_versions_and_state(metrics: Metrics) -> None:
+    def value(name: str, engine: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(
+            f"weightsync_{name}", {"model": "m", "engine": engine} | labels
+        )
+
+    first, second = metrics.engine("e0"), metrics.engine("e1")
+    first.set_served({"0/0/0": 3})
+    second.set_served({"0/0/0": 7})
+    second.set_engine(up=True, fenced=True, serving=False)
+    assert [value("served_version", name, rank="0/0/0") for name in ("e0", "e1")] == [3, 7]
+    assert [value("rank_version_skew", name) for name in ("e0", "e1")] == [0, 0]
+    assert [value("fenced", name) for name in ("e0", "e1")] == [0, 1]
+    assert [value("engine_up", name) for name in ("e0", "e1")] == [0, 1]
+    second.remove()
+    assert value("served_version", "e1", rank="0/0/0") is None
+    assert value("fenced", "e1") is None
+    assert value("served_version", "e0", rank="0/0/0") == 3
 
 
 def test_the_age_of_the_served_version(metrics: Metrics) -> None:

@@ -113,7 +113,7 @@ async def test_a_version_is_repeated_beside_the_live_one(tmp_path: Path) -> None
     async with world(tmp_path) as here:
         await here.push(simple(1))
         await here.push(simple(2))
-        here.model.serving.set_live(1)
+        here.model.serving.engine("engine").set_live(1)
         # Both slots are taken: version 2 makes room for its own repetition and gets it back.
         again = await here.pushes.stream(one_stream(simple(2), version=2))
         assert again.commit.already
@@ -128,7 +128,7 @@ async def test_a_version_is_repeated_beside_the_live_one(tmp_path: Path) -> None
     async with world(tmp_path / "b", store="memory://") as here:
         await here.push(simple(1))
         await here.push(simple(2))
-        here.model.serving.set_live(1)
+        here.model.serving.engine("engine").set_live(1)
         await refused(here, Reason.NO_SLOT, version=2)
         assert here.read(2) == [shard.data for shard in simple(2)]
 

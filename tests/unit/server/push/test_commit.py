@@ -234,7 +234,7 @@ async def test_a_full_disk_ends_the_push_and_nothing_else(tmp_path: Path) -> Non
     fetchers = Threads()
     async with world(tmp_path, fetchers=fetchers) as here:
         await here.push(simple(1))
-        here.model.serving.set_live(1)
+        here.model.serving.engine("engine").set_live(1)
         fetchers.errors = [WeightSyncError(Reason.DISK_EXHAUSTED, "no space")]
         error = await failed(here, simple(2))
         assert error.code is CODE.RESOURCE_EXHAUSTED

@@ -146,7 +146,7 @@ async def test_shards_are_copied_proved_and_committed(site: Site) -> None:
 async def coming_to(site: Site) -> tuple[SameHostSession, IncomingReader]:
     """Return the desk of a push that engines may read as it comes."""
     coming: list[IncomingReader] = []
-    site.world.model.incoming.listener = coming.append
+    site.world.model.incoming.listeners.append(coming.append)
     while not coming:
         # Slots are used again whose segments fit.
         site.shards, site.key = simple(len(site.desks)), str(len(site.desks))

@@ -47,8 +47,8 @@ async def test_one_stream_does_everything(tmp_path: Path) -> None:
         assert staged.manifest.content_digest == content(second)
         assert seen == [shard.data for shard in second]
         await here.model.stager.verify(lease)
-        here.model.serving.set_live(1)
-        here.model.serving.set_live(2)
+        here.model.serving.engine("engine").set_live(1)
+        here.model.serving.engine("engine").set_live(2)
         assert here.model.serving.rollback_to == 1
         info = here.model.table.get(2).to_info()
         assert info.serving == pb.SERVING_LIVE

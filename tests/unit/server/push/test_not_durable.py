@@ -63,7 +63,7 @@ async def make_live(here: World, version: int) -> SlotLease:
     """Do with a version what an apply does; the lease is what the session holds."""
     lease = await here.model.stager.stage(version, 5, durable=False)
     await here.model.stager.verify(lease)
-    here.model.serving.set_live(version)
+    here.model.serving.engine("engine").set_live(version)
     return lease
 
 
@@ -174,7 +174,7 @@ async def test_a_live_version_outlives_its_failed_commit(here: World, disk: Thre
     assert here.model.table.newest_applicable().version == 3
     # The way back: the old one becomes live, then the session lets go of this one.
     back = await here.model.stager.stage(1, 5)
-    here.model.serving.set_live(1)
+    here.model.serving.engine("engine").set_live(1)
     assert label(here, 2)[2] == pb.SERVING_NO
     lease.release()
     await gone(here, 2)
@@ -186,7 +186,7 @@ async def test_the_number_of_what_was_served_is_used_up(here: World, disk: Threa
     push = await arrive(here, disk, simple(2), 7)
     lease = await make_live(here, 7)
     await failed(here, disk, push)
-    here.model.serving.set_live(0)
+    here.model.serving.engine("engine").set_live(0)
     lease.release()
     await gone(here, 7)
     await until(lambda: here.model.table.highest == 7)
@@ -206,7 +206,7 @@ async def test_a_live_version_is_committed_later(here: World, disk: Threads) -> 
         assert label(here, 1)[0] == pb.DURABILITY_FAILED
     assert await here.push(simple(2), 1) == 1
     assert label(here, 1) == (pb.DURABILITY_COMMITTED, pb.RESIDENCY_STAGED, pb.SERVING_LIVE)
-    here.model.serving.set_live(0)
+    here.model.serving.engine("engine").set_live(0)
     lease.release()
     assert here.model.table.get(1).commit == (await here.model.store.open())[0]
     assert len([slot for slot in here.model.slots.slots if slot.free]) == 1
@@ -229,11 +229,11 @@ async def test_an_abort_of_what_is_used_is_refused(here: World, disk: Threads) -
     push = await arrive(here, disk, simple(2), 1)
     lease = await here.model.stager.stage(1, 5, durable=False)
     for serving, told in ((0, "staged for an apply"), (1, "apply another version or roll back")):
-        here.model.serving.set_live(serving)
+        here.model.serving.engine("engine").set_live(serving)
         with pytest.raises(WeightSyncError, match=told) as caught:
             await here.pushes.abort(pb.AbortPushRequest(push_id=push))
         assert caught.value.reason is Reason.VERSION_IN_USE
-    here.model.serving.set_live(0)
+    here.model.serving.engine("engine").set_live(0)
     lease.release()
     await here.pushes.abort(pb.AbortPushRequest(push_id=push))
     await gone(here, 1)

@@ -73,7 +73,7 @@ async def push_part(
 
 
 def live(here: World, number: int) -> None:
-    here.model.serving.set_live(number)
+    here.model.serving.engine("engine").set_live(number)
 
 
 @pytest.mark.parametrize("along", [0, 1])

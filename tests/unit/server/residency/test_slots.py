@@ -52,8 +52,8 @@ async def test_the_order_of_eviction(tmp_path: Path) -> None:
     async with world(tmp_path, slots=3) as here:
         for seed in (1, 2, 3):
             await here.push(simple(seed))
-        here.model.serving.set_live(1)
-        here.model.serving.set_live(2)
+        here.model.serving.engine("engine").set_live(1)
+        here.model.serving.engine("engine").set_live(2)
         # 3 is the newest, 2 is live, 1 is the way back: it goes before the newest.
         await here.push(simple(4))
         assert held(here) == [(4, "staged"), (2, "live"), (3, "staged")]
@@ -166,10 +166,11 @@ async def test_a_push_that_ends_as_it_gets_its_slot_frees_nobody_elses(tmp_path:
 
 async def test_exposed_segments_count_until_the_engine_lets_go(here: World) -> None:
     before = here.budget.reserved
+    here.model.segments.engines.add("engine")
     await here.push(sized(1, 3 << 20))
     lease = await here.model.stager.stage(1, 5)
     ids = [lease.staged_id, *(segment.id for segment in lease.segments)]
-    assert here.model.segments.exposed == set(ids)
+    assert here.model.segments.exposed_to("engine") == set(ids)
     await here.push(sized(2, 3 << 20))
     held_now = here.budget.reserved
     lease.release()
@@ -179,9 +180,9 @@ async def test_exposed_segments_count_until_the_engine_lets_go(here: World) -> N
     assert here.budget.reserved > held_now + (9 << 20)
     with SegmentClient(here.server.path) as client, pytest.raises(LookupError):
         client.map([ids[1]])
-    here.model.segments.release(ids)
+    here.model.segments.release(ids, "engine")
     assert here.model.segments.retired == frozenset()
-    assert here.model.segments.exposed == frozenset()
+    assert here.model.segments.exposed_to("engine") == frozenset()
     # 3 MiB and its header round up to 4, 9 to 10.
     await here.model.segments.unmapped()
     assert here.budget.reserved - before == (4 << 20) + (10 << 20)
@@ -189,24 +190,46 @@ async def test_exposed_segments_count_until_the_engine_lets_go(here: World) -> N
     assert ids[1] in here.fetchers.forgotten
 
 
+async def test_memory_that_two_engines_map_counts_until_both_let_go(here: World) -> None:
+    segments = here.model.segments
+    segments.engines |= {"a", "b"}
+    await here.push(sized(1, 3 << 20))
+    lease = await here.model.stager.stage(1, 5)
+    ids = [segment.id for segment in lease.segments]
+    await here.push(sized(2, 3 << 20))
+    lease.release()
+    await here.push(sized(3, 9 << 20))
+    reserved = here.budget.reserved
+    segments.release(ids, "a")
+    assert segments.retired == set(ids), "b may still read it"
+    assert here.budget.reserved == reserved
+    segments.release(ids, "a")
+    assert segments.retired == set(ids)
+    segments.forget_engine("b")
+    assert segments.retired == frozenset()
+    assert here.budget.reserved < reserved
+
+
 async def test_a_reader_that_is_no_engine_exposes_nothing(here: World) -> None:
+    here.model.segments.engines.add("engine")
     await here.push(simple())
     lease = await here.model.stager.stage(1, 5, for_engine=False)
-    assert here.model.segments.exposed == frozenset()
+    assert here.model.segments.exposed_to("engine") == frozenset()
     lease.release()
 
 
 async def test_all_memory_and_descriptors_come_back(tmp_path: Path) -> None:
     count = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     async with world(tmp_path) as here:
+        here.model.segments.engines.add("engine")
         for seed in range(4):
             await here.push(simple(seed))
             lease = await here.model.stager.stage(seed + 1, 5)
             lease.release()
         budget = here.budget
-        ids = here.model.segments.exposed
+        ids = here.model.segments.exposed_to("engine")
         assert budget.reserved > 0
-    here.model.segments.release(ids)
+    here.model.segments.release(ids, "engine")
     await asyncio.sleep(0)
     assert budget.reserved == 0
     assert budget._untouched == 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.object_servers import ObjectServer, azurite, azurite_program, moto
+from tests.support.object_servers import ObjectServer, azurite, moto, s3rver
 from tests.support.versions import Version, make_version
 from weightsync_server.store import open_store
 from weightsync_server.store.objects.object_client import connect
@@ -54,9 +54,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
 @pytest.fixture(scope="session")
 def az(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
     """Return a server that speaks Azure's protocol."""
-    if azurite_program() is None:
-        pytest.skip("azurite is not installed: it needs npm")
     with azurite(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def overwriting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """Return a server that speaks S3 and creates what exists."""
+    with s3rver(tmp_path_factory.mktemp("s3rver")) as server:
         yield server
 
 

@@ -258,7 +258,7 @@ async def test_what_a_dead_server_had_is_unmapped(
     async with plant(tmp_path, engine, store=store) as it:  # type: ignore[arg-type]
         await it.ready()
         await until(lambda: not engine.mapped & before)
-        assert engine.mapped <= it.here.model.segments.exposed
+        assert engine.mapped <= it.here.model.segments.exposed_to("engine")
 
 
 async def test_what_a_device_has_not_let_go_of_counts_in_the_budget(

@@ -1,0 +1,269 @@
+"""What an apply does with one engine: prepare a version, make it live, put things back."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.engine import BETWEEN_STEPS
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import idempotency, replies
+from weightsync_server.engine.nearest_names import add_suggestion
+from weightsync_server.engine.pause_options import duration
+from weightsync_server.engine.rejection import reject
+from weightsync_server.ops.os_errors import translate_os_errors
+
+if TYPE_CHECKING:
+    from weightsync.engine import PauseSpec
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.engine.cutover import Cutover
+    from weightsync_server.engine.host_parts import HostParts
+    from weightsync_server.engine.model_parts import ModelParts
+    from weightsync_server.engine.outcome import CutoverPlan, PreparedVersion
+    from weightsync_server.engine.session import EngineSession
+    from weightsync_server.engine.supervisor import EngineSupervisor
+    from weightsync_server.engine.together import Member
+    from weightsync_server.residency.digests import StagedDigests
+    from weightsync_server.residency.leases import SlotLease
+
+__all__ = ["EngineApplier", "check_capable", "live_version"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineApplier:
+    """Makes versions live on one engine, for who has its session.
+
+    Args:
+        supervisor: Keeps the engine connected and reconciled.
+        model: What is made live.
+        host: What the engines share.
+    """
+
+    def __init__(self, supervisor: EngineSupervisor, model: ModelParts, host: HostParts) -> None:
+        self.supervisor = supervisor
+        self._model = model
+        self._host = host
+        # Bytes per second of pause in the last apply, by strategy and whether it paused at all.
+        self._rates: dict[tuple[int, bool], float] = {}
+
+    @property
+    def name(self) -> str:
+        """Of the engine."""
+        return self.supervisor.name
+
+    async def verify(self, session: EngineSession, version: int) -> pb.VerifyVersionResponse:
+        """Compare what every rank serves with a version; 0: with what it serves."""
+        live = live_version(session)
+        timeout_s = self._host.limits.prepare_timeout_s
+        if version in (0, live.record.version):
+            seen = await session.ranks.verify(live.apply_id, timeout_s)
+            found = dataclasses.replace(live, reports=tuple(seen))
+        else:
+            _check_loaded(session, self._model.table.get(version))
+            with await self._model.stager.stage(version, timeout_s) as lease:
+                found = await session.prepare(lease, compare_live=True, timeout_s=timeout_s)
+            await session.hold(live)
+        answer = replies.proof(found)
+        if found.record is live.record:
+            self.supervisor.checks.judge(live, found.reports)
+        return answer
+
+    async def ready(
+        self,
+        session: EngineSession,
+        live: PreparedVersion,
+        record: VersionRecord,
+        timeout_s: float | None,
+        *,
+        durable: bool = True,
+    ) -> PreparedVersion:
+        """Have every rank prepare a version; what they read of it is proved.
+
+        Args:
+            session: Of the engine.
+            live: What it serves.
+            record: The version.
+            timeout_s: Longest time; None: as configured.
+            durable: Whether it must be committed.
+
+        Raises:
+            WeightSyncError: Nothing is changed.
+        """
+        with translate_os_errors("the apply"):
+            await failpoints.reach("apply.begin")
+        seconds = timeout_s or self._host.limits.prepare_timeout_s
+        lease = await self._model.stager.stage(record.version, seconds, durable=durable)
+        try:
+            target = await self._proved(session, live, lease, seconds)
+        except BaseException:
+            lease.release()
+            raise
+        self._host.metrics.observe_phase("prepare", target.seconds)
+        return target
+
+    async def _proved(
+        self,
+        session: EngineSession,
+        live: PreparedVersion,
+        lease: SlotLease,
+        timeout_s: float,
+    ) -> PreparedVersion:
+        # Each shard is digested after every rank has read it: so what they read is proved.
+        async with self._model.stager.digesting(lease) as digests:
+            target = await self._prepared(session, lease, digests, timeout_s)
+            try:
+                await self._model.stager.verify(lease, digests)
+                target.check()
+                await self._model.accepted.learn(lease.record)
+            except BaseException:
+                await session.hold(live)
+                raise
+        return target
+
+    async def _prepared(
+        self,
+        session: EngineSession,
+        lease: SlotLease,
+        digests: StagedDigests,
+        timeout_s: float,
+    ) -> PreparedVersion:
+        try:
+            return await session.prepare(
+                lease,
+                compare_live=False,
+                timeout_s=timeout_s,
+                patch=True,
+                prefetched=self.supervisor.prefetcher.name_of(lease.record),
+                apply_id=self.supervisor.apply_id,
+                digests=digests,
+            )
+        except WeightSyncError as error:
+            manifest = lease.record.manifest
+            tensors = manifest.layout.tensors if manifest else ()
+            raise await add_suggestion(error, tensors, self._model.accepted) from None
+
+    async def drop(
+        self, session: EngineSession, live: PreparedVersion, target: PreparedVersion
+    ) -> None:
+        """Let go of what was prepared."""
+        target.lease.release()
+        await session.hold(live)
+
+    async def make_live(
+        self, session: EngineSession, plan: CutoverPlan, together: Member | None = None
+    ) -> pb.ApplyReport:
+        """Return when the engine generates on the target, proved on every rank.
+
+        Args:
+            session: Of the engine.
+            plan: What is made live.
+            together: What it waits for, where others do the same at once; None: nothing.
+
+        Raises:
+            WeightSyncError: As `Cutover.run`. A restored target is rejected, and without
+                `together` that is in the journal.
+        """
+        target, base = plan.target, plan.base
+        cutover = self.supervisor.cutover(session, together)
+        try:
+            with translate_os_errors("the apply"):
+                await failpoints.reach("apply.prepared")
+                result = await cutover.run(plan)
+        except BaseException as error:
+            self.supervisor.quarantine.release(target.lease, session.ranks, error)
+            if isinstance(error, WeightSyncError):
+                await self._failed(session, cutover, plan, error, alone=together is None)
+            raise
+        self.supervisor.served.set_live(target.record.version)
+        await session.hold(target)
+        self.supervisor.show(target, whole=result.compared_all)
+        if result.paused_s:
+            done = replies.strategy(target, patched=result.patched)
+            self._rates[done, plan.spec.mode == BETWEEN_STEPS] = (
+                result.written_bytes / result.paused_s
+            )
+        logger.info(
+            "engine %s: version %d is live, %d bytes written, paused for %.1f ms",
+            self.name,
+            target.record.version,
+            result.written_bytes,
+            result.paused_s * 1e3,
+        )
+        return replies.applied(target, base.record.version, plan.spec, result)
+
+    async def _failed(
+        self,
+        session: EngineSession,
+        cutover: Cutover,
+        plan: CutoverPlan,
+        error: WeightSyncError,
+        *,
+        alone: bool,
+    ) -> None:
+        error.metadata["apply_id"] = plan.target.apply_id
+        if error.reason is Reason.APPLY_RESTORED:
+            self.supervisor.show(plan.base, whole=cutover.compared_all)
+            await reject(self._model.serving, plan.target.record.version, error.message)
+            if alone:
+                answer = idempotency.pack_refusal(error.message)
+                await self.supervisor.journal.restored(plan, answer)
+        if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
+            await session.hold(plan.base)
+
+    def plan(
+        self,
+        target: PreparedVersion,
+        live: PreparedVersion,
+        spec: PauseSpec,
+        *,
+        read_from_store: bool,
+    ) -> pb.ApplyPlan:
+        """Return what an apply of what was prepared would do."""
+        strategy = replies.strategy(target, patched=target.patched)
+        rate = self._rates.get((strategy, spec.mode == BETWEEN_STEPS))
+        return pb.ApplyPlan(
+            bytes=target.bytes,
+            # Not zero, which would be a prediction.
+            predicted_pause=duration(target.bytes / rate) if rate else None,
+            memory_bytes=sum(segment.capacity for segment in target.lease.segments),
+            read_from_store=read_from_store,
+            strategy=strategy,
+            # What is left lies in a slot, and beside the live weights where it was loaded.
+            rollback_resident=live.record.residency == pb.RESIDENCY_STAGED,
+        )
+
+
+def _check_loaded(session: EngineSession, record: VersionRecord) -> None:
+    """Refuse to compare with what nobody has made: a load would take the way back for it."""
+    loads = session.loads
+    if loads is not None and not loads.resident(record.content_digest):
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            f"version {record.version} is not loaded beside the live weights, so that nothing "
+            "tells what it would be there; apply it, or verify the live version",
+        )
+
+
+def check_capable(session: EngineSession, spec: PauseSpec) -> None:
+    """Refuse a way to pause that an engine does not know."""
+    if spec.mode == BETWEEN_STEPS and BETWEEN_STEPS not in session.info.capabilities:
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            "this engine cannot change weights between two steps: it has pipeline stages or data "
+            "parallel ranks, or an older weightsync release in vLLM; use another pause mode",
+        )
+
+
+def live_version(session: EngineSession) -> PreparedVersion:
+    """Return what every rank holds."""
+    if session.live is None:
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            "the engine is being reconciled; try again in a moment",
+            retry_after_s=1.0,
+        )
+    return session.live

@@ -1,0 +1,157 @@
+"""The engines of one host: those that are named, and those whose sockets come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine.engine_names import SUFFIX, engine_name
+from weightsync_server.engine.journal import HostJournal
+from weightsync_server.ops.os_errors import translate_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from weightsync_server.engine.engine_applier import EngineApplier
+    from weightsync_server.engine.journal_file import JournalFile
+    from weightsync_server.engine.supervisor import EngineSupervisor
+
+__all__ = ["EngineSet"]
+
+logger = logging.getLogger(__name__)
+
+#: How often the folder is looked at, seconds.
+_LOOK_S = 0.5
+
+
+class EngineSet:
+    """Knows every engine, in the order of their names.
+
+    Args:
+        journal: Of all of them.
+        folder: In it lie the sockets of engines that come and go; None: none do.
+        make: Makes what applies versions to the engine behind a socket, which is not started yet.
+        own: Sockets of this server, which may lie in the folder.
+
+    Attributes:
+        journal: As given.
+        host_journal: Where applies of several together are written down.
+    """
+
+    def __init__(
+        self,
+        journal: JournalFile,
+        folder: Path | None = None,
+        make: Callable[[Path], EngineApplier] | None = None,
+        own: frozenset[Path] = frozenset(),
+    ) -> None:
+        self.journal = journal
+        self.host_journal = HostJournal(journal)
+        self._folder = folder
+        self._make = make
+        self._own = own
+        self._appliers: dict[str, EngineApplier] = {}
+        self._found: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, applier: EngineApplier) -> None:
+        """Take an engine up; `start` starts it."""
+        self._appliers[applier.name] = applier
+        self._appliers = dict(sorted(self._appliers.items()))
+
+    def start(self) -> None:
+        """Begin to connect and to watch."""
+        for applier in self._appliers.values():
+            applier.supervisor.start()
+        if self._folder is not None:
+            self._task = asyncio.create_task(self._watch(), name="engines")
+
+    async def stop(self) -> None:
+        """Stop watching. The engines go on with what they serve."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await asyncio.gather(*(one.supervisor.stop() for one in self._appliers.values()))
+        for name in self._found:
+            await self._appliers[name].supervisor.close()
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several engines, or may be."""
+        return self._folder is not None or len(self._appliers) > 1
+
+    @property
+    def supervisors(self) -> list[EngineSupervisor]:
+        """Of every engine, in the order of their names."""
+        return [one.supervisor for one in self._appliers.values()]
+
+    @property
+    def serving(self) -> bool:
+        """Whether an engine serves one verified version."""
+        return any(supervisor.serving for supervisor in self.supervisors)
+
+    def named(self, name: str) -> list[EngineApplier]:
+        """Return the engine with a name, or all; empty: all.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID: there is none of this name. ENGINE_AWAY: there is
+                none at all.
+        """
+        if not self._appliers:
+            where = f"no socket lies in {self._folder}" if self._folder else "--engine is none"
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"this server has no engine ({where}); start one, or ask a server that has",
+            )
+        if not name:
+            return list(self._appliers.values())
+        if name not in self._appliers:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"there is no engine {name[:64]!r}; this host has {', '.join(self._appliers)}",
+            )
+        return [self._appliers[name]]
+
+    def status(self) -> list[pb.EngineStatus]:
+        """Return what GetStatus shows of each."""
+        return [supervisor.status() for supervisor in self.supervisors]
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except WeightSyncError as error:
+                logger.warning("engines are not looked for: %s", error.message)
+            except Exception:
+                logger.exception("engines are looked for anew")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look(self) -> None:
+        if self._folder is None or self._make is None:
+            return
+        with translate_os_errors("looking for engines"):
+            sockets = {
+                engine_name(path): path
+                for path in await asyncio.to_thread(_sockets, self._folder, self._own)
+            }
+        for name in sorted(sockets.keys() - self._appliers.keys()):
+            logger.info("engine %s appears", name)
+            applier = self._make(sockets[name])
+            self.add(applier)
+            self._found.add(name)
+            applier.supervisor.start()
+        for name in sorted(self._found - sockets.keys()):
+            logger.info("engine %s is gone", name)
+            self._found.discard(name)
+            await self._appliers.pop(name).supervisor.leave()
+
+
+def _sockets(folder: Path, own: frozenset[Path]) -> list[Path]:
+    found = (path.resolve() for path in folder.glob(f"*{SUFFIX}") if path.is_socket())
+    return [path for path in found if path not in own]

@@ -1,0 +1,32 @@
+"""What all engines of one host share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync.shm.segment_socket import SegmentServer
+    from weightsync_server.engine.apply_limits import ApplyLimits
+    from weightsync_server.ops.metrics import Metrics
+
+__all__ = ["HostParts"]
+
+
+@dataclass(frozen=True)
+class HostParts:
+    """The server's side of every engine.
+
+    Attributes:
+        segments: The segment socket.
+        metrics: Where the state of engines is shown.
+        limits: Timeouts.
+        joining: Who has it decides what the engines serve: an apply of all of them as long as it
+            lasts, and one that is found to hold a version while it begins to serve it.
+    """
+
+    segments: SegmentServer
+    metrics: Metrics
+    limits: ApplyLimits
+    joining: asyncio.Lock = field(default_factory=asyncio.Lock)

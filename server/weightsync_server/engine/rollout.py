@@ -1,0 +1,167 @@
+"""How one prepared version becomes live on several engines: together, or one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.engine import idempotency
+from weightsync_server.engine.journal_file import Answer
+from weightsync_server.engine.outcome import Cause, CutoverPlan
+from weightsync_server.engine.together import Together
+from weightsync_server.ops.os_errors import translate_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.v1 import weightsync_pb2 as pb
+    from weightsync_server.engine.engine_group import GroupMember
+    from weightsync_server.engine.journal import HostJournal
+
+__all__ = ["MemberPlan", "roll_out", "switch_together"]
+
+logger = logging.getLogger(__name__)
+
+#: Of what is worst for an engine, first.
+_WORST = (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY)
+
+
+@dataclass(frozen=True)
+class MemberPlan:
+    """One engine and what it shall do."""
+
+    member: GroupMember
+    plan: CutoverPlan
+
+    async def make_live(self, step: Together | None = None) -> pb.ApplyReport:
+        """Return when the engine generates on its target; what fails is told to the others."""
+        member, name = self.member, self.member.name
+        part = step.member(name) if step is not None else None
+        try:
+            return await member.applier.make_live(member.session, self.plan, part)
+        except BaseException as error:
+            member.error = error
+            if part is not None:
+                part.leave(str(error) or "it was interrupted")
+            raise
+
+
+async def switch_together(
+    plans: Sequence[MemberPlan], journal: HostJournal
+) -> dict[str, pb.ApplyReport]:
+    """Return when all engines generate on the target, which none did before all were proved.
+
+    Args:
+        plans: At least two engines with the same target.
+        journal: Where the one INTENT and the one decision go; DONE must follow.
+
+    Raises:
+        WeightSyncError: APPLY_RESTORED: every engine generates on what it served. Any other: of
+            an engine that does not; what was decided is in the journal, and it is brought there.
+    """
+    named = {one.member.name: one.plan for one in plans}
+    with translate_os_errors("the apply"):
+        await failpoints.reach("host.intent")
+        await journal.intent(named)
+
+    async def decide() -> None:
+        with translate_os_errors("the apply"):
+            await failpoints.reach("host.decide")
+            await journal.commit(named)
+            await failpoints.reach("host.decided")
+
+    step = Together(named, decide)
+    outcomes = await asyncio.gather(*(one.make_live(step) for one in plans), return_exceptions=True)
+    errors = _errors(named, outcomes)
+    if errors:
+        failure = _failure(errors)
+        if all(error.reason is Reason.APPLY_RESTORED for error in errors.values()):
+            await journal.restored(named, idempotency.pack_refusal(failure.message))
+        raise failure
+    return dict(zip(named, _reports(outcomes), strict=True))
+
+
+async def roll_out(plans: Sequence[MemberPlan], max_unavailable: int) -> dict[str, pb.ApplyReport]:
+    """Return when all engines generate on the target, a few of them away at once.
+
+    Args:
+        plans: Engines with the same target, in the order in which they take it.
+        max_unavailable: How many may be away at once.
+
+    Raises:
+        WeightSyncError: Of the first engines that failed; those that went before are back on what
+            they served, or the sentence says which is not.
+    """
+    reports: dict[str, pb.ApplyReport] = {}
+    for start in range(0, len(plans), max_unavailable):
+        wave = plans[start : start + max_unavailable]
+        with translate_os_errors("the apply"):
+            await failpoints.reach("host.wave")
+        outcomes = await asyncio.gather(*map(_live_alone, wave), return_exceptions=True)
+        named = [one.member.name for one in wave]
+        errors = _errors(named, outcomes)
+        if errors:
+            went = [*plans[:start], *(one for one in wave if one.member.error is None)]
+            raise await _put_back(went, _failure(errors))
+        reports |= zip(named, _reports(outcomes), strict=True)
+    return reports
+
+
+async def _live_alone(one: MemberPlan) -> pb.ApplyReport:
+    report = await one.make_live()
+    await one.member.applier.supervisor.journal.done(one.plan, Answer())
+    return report
+
+
+async def _put_back(went: Sequence[MemberPlan], failure: WeightSyncError) -> WeightSyncError:
+    """Return the failure when the engines that went before serve again what they did."""
+    for one in reversed(went):
+        member, plan = one.member, one.plan
+        try:
+            back = await member.applier.ready(
+                member.session, plan.target, plan.base.record, None, durable=False
+            )
+            again = MemberPlan(member, CutoverPlan(back, plan.target, plan.spec, Cause()))
+            await _live_alone(again)
+        except WeightSyncError as error:
+            logger.critical("engine %s was not put back: %s", member.name, error.message)
+            failure.message += (
+                f"; engine {member.name} stays on version {plan.target.record.version}, for it "
+                f"could not be put back ({error.message})"
+            )
+    return failure
+
+
+def _errors(
+    names: Sequence[str] | dict[str, CutoverPlan],
+    outcomes: Sequence[pb.ApplyReport | BaseException],
+) -> dict[str, WeightSyncError]:
+    """Return what engines have failed with, by name; what nobody foresaw is raised."""
+    errors = {}
+    for name, outcome in zip(names, outcomes, strict=True):
+        if isinstance(outcome, WeightSyncError):
+            errors[name] = outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+    return errors
+
+
+def _reports(outcomes: Sequence[pb.ApplyReport | BaseException]) -> list[pb.ApplyReport]:
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+
+def _failure(errors: dict[str, WeightSyncError]) -> WeightSyncError:
+    """Return one error for all: that of the engine that is worst off, with what others say."""
+    reasons = [error.reason for error in errors.values()]
+    reason = next((worst for worst in _WORST if worst in reasons), reasons[0])
+    first = next(error for error in errors.values() if error.reason is reason)
+    return WeightSyncError(
+        reason,
+        "; ".join(f"engine {name}: {error.message}" for name, error in errors.items()),
+        retry_after_s=first.retry_after_s,
+        metadata=dict(first.metadata),
+    )

@@ -1,0 +1,165 @@
+"""Makes the engines that the settings name, and what each of them needs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightsync_server.engine import (
+    Applier,
+    EngineApplier,
+    EngineSet,
+    EngineSupervisor,
+    HostParts,
+    Journal,
+    JournalFile,
+    ModelParts,
+    UpdateCommitter,
+)
+from weightsync_server.engine.drivers.bridge import BridgeEngine
+from weightsync_server.engine.engine_names import engine_name
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from weightsync.engine import Engine
+
+__all__ = ["EngineOptions", "Engines", "open_engines"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which engines there are.
+
+    Attributes:
+        names: `unix:PATH` of each bridge; or `embedded`, `memory` or `none` alone.
+        folder: In it lie the sockets of bridges that come and go; None: none do.
+        own_sockets: Of the server, which may lie there too.
+        model: What an embedded or memory engine loads.
+        ranks: Of a memory engine.
+        engine_args: Flags of vLLM for an embedded engine.
+    """
+
+    names: Sequence[str]
+    folder: Path | None
+    own_sockets: Sequence[Path]
+    model: str
+    ranks: int
+    engine_args: tuple[str, ...]
+
+
+class Engines:
+    """The engines of a server, and what trainers send to them directly.
+
+    Args:
+        options: Which there are.
+        parts: What they serve.
+        host: What they share.
+        journal: Of all of them.
+        on_change: Called with whether an engine serves one verified version.
+
+    Attributes:
+        set: Knows them all.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        parts: ModelParts,
+        host: HostParts,
+        journal: JournalFile,
+        on_change: Callable[[bool], None],
+    ) -> None:
+        self._parts = parts
+        self._host = host
+        self._journal = journal
+        self._on_change = on_change
+        self._feeds: list[tuple[EngineSupervisor, Engine]] = []
+        self._updates: list[UpdateCommitter] = []
+        self.set = EngineSet(
+            journal,
+            options.folder,
+            self._found,
+            frozenset(path.resolve() for path in options.own_sockets),
+        )
+
+    def add(self, name: str, engine: Engine) -> None:
+        """Take an engine up."""
+        applier = self._made(name, engine)
+        self._feeds.append((applier.supervisor, engine))
+        self.set.add(applier)
+
+    def receive_updates(self, applier: Applier) -> None:
+        """Have what the named engines receive by themselves become versions."""
+        self._updates = [
+            UpdateCommitter(supervisor, engine.updates, applier, self._parts, self._host.segments)
+            for supervisor, engine in self._feeds
+        ]
+
+    def start_updates(self) -> None:
+        """Begin to watch for them."""
+        for updates in self._updates:
+            updates.start()
+
+    async def stop_updates(self) -> None:
+        """Watch for them no longer."""
+        await asyncio.gather(*(updates.stop() for updates in self._updates))
+
+    def _found(self, socket: Path) -> EngineApplier:
+        return self._made(engine_name(socket), BridgeEngine(f"unix:{socket.absolute()}"))
+
+    def _made(self, name: str, engine: Engine) -> EngineApplier:
+        supervisor = EngineSupervisor(
+            engine,
+            self._parts,
+            self._host,
+            Journal(self._journal, name),
+            lambda: self._on_change(self.set.serving),
+        )
+        return EngineApplier(supervisor, self._parts, self._host)
+
+
+async def open_engines(
+    options: EngineOptions,
+    parts: ModelParts,
+    host: HostParts,
+    journal: JournalFile,
+    on_change: Callable[[bool], None],
+    segment_socket: Path,
+    stack: contextlib.AsyncExitStack,
+) -> Engines:
+    """Return the engines, not started; the stack closes them.
+
+    Args:
+        options: Which there are.
+        parts: What they serve.
+        host: What they share.
+        journal: Of all of them.
+        on_change: Called with whether an engine serves one verified version.
+        segment_socket: Path of the segment socket, for engines of this process.
+        stack: Of the server.
+    """
+    engines = Engines(options, parts, host, journal, on_change)
+    for name in options.names:
+        if name == "none":
+            continue
+        engine = await _opened(name, options, segment_socket)
+        stack.push_async_callback(engine.close)
+        engines.add(engine_name(name), engine)
+    return engines
+
+
+async def _opened(name: str, options: EngineOptions, segment_socket: Path) -> Engine:
+    if name == "embedded":
+        # Imports vLLM and torch, which a server beside a bridge has no need of.
+        from weightsync_server.engine.drivers.embedded import start_embedded
+
+        return await start_embedded(options.model, segment_socket, options.engine_args)
+    if name == "memory":
+        from weightsync_server.engine.drivers.memory_engine import load_memory_engine
+
+        return load_memory_engine(options.model, segment_socket, options.ranks)
+    return BridgeEngine(name)

@@ -1,0 +1,273 @@
+"""The loop of a follower: what is newest in the origin is fetched, kept and staged here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.local_numbers import FIRST_LOCAL
+from weightsync_server.follow.fetch_plan import fetch_plan
+from weightsync_server.ops.os_errors import to_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync_server.follow.fetch_plan import Fetch
+    from weightsync_server.follow.follow_metrics import FollowMetrics
+    from weightsync_server.follow.origin import Origin
+    from weightsync_server.model import Model
+    from weightsync_server.push import PushService
+    from weightsync_server.push.parts import Push
+    from weightsync_server.store.store_records import CommitRecord
+
+__all__ = ["Follower"]
+
+logger = logging.getLogger(__name__)
+
+#: From a failure to the next try, seconds: doubled each time.
+_AGAIN_S, _MOST_S = 0.5, 30.0
+#: Longest wait until the newest version, which is kept here, is staged, seconds.
+_STAGE_S = 60.0
+#: Longest wait for the origin's answer about one content, seconds.
+_FIND_S = 10.0
+#: Failures after which the same push goes on: nothing that came is wrong.
+_PASSING = frozenset(
+    {
+        Reason.FAULT,
+        Reason.FETCHER_FAILED,
+        Reason.SHUTTING_DOWN,
+        Reason.SERVER_AWAY,
+        Reason.DEADLINE_EXCEEDED,
+        Reason.NO_SLOT,
+        Reason.LIMIT_EXCEEDED,
+    }
+)
+
+
+class Follower:
+    """Keeps the newest version of an origin here, staged, under its number and with its digests.
+
+    What cannot be had, or is not what it should be, becomes no version; it is tried again.
+
+    Args:
+        origin: Where versions come from; closed with this.
+        model: Where they go.
+        pushes: Receives, proves and commits each of them, as it does what a trainer pushes.
+        metrics: What is counted.
+
+    Attributes:
+        url: Of the origin.
+    """
+
+    def __init__(
+        self, origin: Origin, model: Model, pushes: PushService, metrics: FollowMetrics
+    ) -> None:
+        self.url = origin.url
+        self._origin = origin
+        self._model = model
+        self._pushes = pushes
+        self._metrics = metrics
+        #: Content of versions whose delta has failed: the next try is in full.
+        self._distrusted: set[str] = set()
+        self._conflicts: set[int] = set()
+        self._complaint = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._task = asyncio.create_task(self._run(), name="follow")
+
+    async def stop(self) -> None:
+        """Follow no more. What has come of a version stays and goes on after a restart."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._origin.close()
+
+    async def find(self, content_digest: str) -> CommitRecord | None:
+        """Return the origin's newest version with this content; see `OriginNumbers`."""
+        try:
+            async with asyncio.timeout(_FIND_S):
+                versions = await self._versions()
+        except (WeightSyncError, TimeoutError) as error:
+            logger.warning("%s is not asked about content %s: %s", self.url, content_digest, error)
+            return None
+        same = (v for v in reversed(versions) if v.content_digest == content_digest)
+        return next(same, None)
+
+    async def _run(self) -> None:
+        wait_s = _AGAIN_S
+        while True:
+            try:
+                await self._catch_up()
+            except Exception as error:  # noqa: BLE001 - whatever it was, it is tried again
+                self._complain(error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _MOST_S)
+            else:
+                self._complaint, wait_s = "", _AGAIN_S
+                await self._origin.changed()
+
+    def _complain(self, error: Exception) -> None:
+        """Count a failure, and log it unless it is the last one again."""
+        refusal = to_refusal(error, f"following {self._origin.url}")
+        if refusal is not error:
+            logger.error("following %s", self._origin.url, exc_info=error)
+        elif refusal.message != self._complaint:
+            logger.warning("%s is not followed for now: %s", self._origin.url, refusal.message)
+        self._complaint = refusal.message
+        self._metrics.count_failure()
+
+    async def _catch_up(self) -> None:
+        """Return when the newest version of the origin is here and staged.
+
+        Raises:
+            WeightSyncError: Why it is not yet.
+        """
+        try:
+            versions = await self._versions()
+        except Exception:
+            self._metrics.set_up(up=False)
+            # What is kept here is served all the same.
+            await self._stage()
+            raise
+        self._metrics.set_up(up=True)
+        self._lag(versions)
+        for fetch in self._plan(versions):
+            await self._fetch(fetch)
+            self._lag(versions)
+        self._check_same(versions)
+        await self._stage()
+
+    def _plan(self, versions: Sequence[CommitRecord]) -> list[Fetch]:
+        highest = self._model.table.highest
+        return fetch_plan(versions, highest, self._holds, self._holds_alike, self._trusts)
+
+    async def _versions(self) -> Sequence[CommitRecord]:
+        # What another follower alone has is nobody else's.
+        return [v for v in await self._origin.versions() if v.version < FIRST_LOCAL]
+
+    def _lag(self, versions: Sequence[CommitRecord]) -> None:
+        highest = self._model.table.highest
+        self._metrics.set_lag(sum(version.version > highest for version in versions))
+
+    def _holds(self, version: CommitRecord) -> bool:
+        record = self._model.table.find(version.version)
+        commit = record.commit if record is not None else None
+        return commit is not None and commit.content_digest == version.content_digest
+
+    def _holds_alike(self, version: CommitRecord) -> bool:
+        record = self._model.table.find(version.version)
+        commit = record.commit if record is not None else None
+        return commit is not None and commit.manifest_digest == version.manifest_digest
+
+    def _knows(self, version: CommitRecord) -> bool:
+        record = self._model.table.find(version.version)
+        return record is not None and record.commit is not None
+
+    def _trusts(self, version: CommitRecord) -> bool:
+        return version.content_digest not in self._distrusted
+
+    def _check_same(self, versions: Sequence[CommitRecord]) -> None:
+        """Raise if the newest number means other content here; tell of others once.
+
+        Raises:
+            WeightSyncError: VERSION_CONFLICT; also if the origin was begun anew, below this.
+        """
+        highest = self._model.table.highest
+        below = bool(versions) and versions[-1].version <= highest
+        if below and not any(map(self._knows, versions)):
+            raise WeightSyncError(
+                Reason.VERSION_CONFLICT,
+                f"{self.url} has versions up to {versions[-1].version}, none of which is here, "
+                f"where numbers up to {highest} were used: it was begun anew; give this follower "
+                "an empty --state-dir",
+            )
+        for version in versions:
+            if not self._knows(version) or self._holds(version):
+                continue
+            content = self._model.table.get(version.version).content_digest
+            conflict = WeightSyncError(
+                Reason.VERSION_CONFLICT,
+                f"version {version.version} has content {content} here and "
+                f"{version.content_digest} in {self._origin.url}; give this follower an empty "
+                "--state-dir",
+            )
+            if version is versions[-1]:
+                raise conflict
+            if version.version not in self._conflicts:
+                self._conflicts.add(version.version)
+                logger.error("%s", conflict.message)
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        """Make one version exist here.
+
+        Raises:
+            WeightSyncError: It does not; what is wrong in it has left nothing behind.
+        """
+        version, push = fetch.version, None
+        request = _begin(fetch)
+        await self._drop_others(request)
+        await failpoints.reach("follow.fetch")
+        await self._model.epochs.follow(version.epoch)
+        try:
+            push = await self._pushes.open(request, None)
+            if push.state.committed is None:
+                await self._origin.bring(push, fetch)
+            commit = pb.CommitPushRequest(content_digest=version.content_digest)
+            await self._pushes.commit_push(push, commit)
+        except WeightSyncError as error:
+            await self._give_up(push, fetch, error)
+            raise
+        self._distrusted.discard(version.content_digest)
+        self._metrics.count_fetch(delta=fetch.delta)
+        form = "as a delta" if fetch.delta else "in full"
+        logger.info("version %d came from %s, %s", version.version, self._origin.url, form)
+
+    async def _give_up(self, push: Push | None, fetch: Fetch, error: WeightSyncError) -> None:
+        """Leave nothing of a version that came wrong; what came right of it may go on."""
+        if error.reason in _PASSING and (push is None or push.state.error is None):
+            return
+        if push is not None:
+            push.lifecycle.fail(error)
+            await push.lifecycle.closed()
+        # Once in full, then as a delta again.
+        content = fetch.version.content_digest
+        (self._distrusted.add if fetch.delta else self._distrusted.discard)(content)
+
+    async def _drop_others(self, wanted: pb.BeginPushRequest) -> None:
+        """Drop what was begun of versions that are not wanted any more, or in another form."""
+        for one in self._pushes.status():
+            push = self._pushes.find(one.push_id)
+            if push.state.request.idempotency_key != wanted.idempotency_key:
+                await self._pushes.abort(pb.AbortPushRequest(push_id=one.push_id))
+
+    async def _stage(self) -> None:
+        """Have the newest version in memory before anybody asks for it."""
+        newest = self._model.table.find(self._model.table.newest)
+        if newest is None or newest.residency == pb.RESIDENCY_STAGED:
+            return
+        lease = await self._model.stager.stage(newest.version, _STAGE_S, for_engine=False)
+        lease.release()
+
+
+def _begin(fetch: Fetch) -> pb.BeginPushRequest:
+    """Return the call that opens the push of a version; the same one finds it again."""
+    version = fetch.version
+    request = pb.BeginPushRequest(
+        model=version.model,
+        version=version.version,
+        kind=pb.PUSH_KIND_DELTA if fetch.delta else pb.PUSH_KIND_FULL,
+        total_bytes=version.delta_bytes if fetch.delta else version.size_bytes,
+        metadata=version.metadata,
+        idempotency_key=f"follow-{version.content_digest}-{'delta' if fetch.delta else 'full'}",
+    )
+    if fetch.delta:
+        request.base_content_digest = version.base_content_digest
+    else:
+        request.shard_count = version.shard_count
+    return request

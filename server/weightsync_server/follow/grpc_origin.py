@@ -1,0 +1,244 @@
+"""An origin that is a server: the one that takes the pushes, or another follower of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.v1 import weightsync_pb2_grpc
+from weightsync.wire.keepalive import CLIENT_KEEPALIVE
+from weightsync.wire.rpc_status import from_call
+from weightsync_server.auth.secret_files import read_private
+from weightsync_server.follow.follow_url import grpc_target, is_encrypted
+from weightsync_server.push.sources.grpc_stream import UploadStream
+from weightsync_server.store.store_records import CommitRecord
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from pathlib import Path
+
+    from weightsync_server.auth.client_tls import ClientTls
+    from weightsync_server.follow.fetch_plan import Fetch
+    from weightsync_server.push.parts import Push, Pushes
+
+__all__ = ["GrpcOrigin", "OriginAccess"]
+
+#: Above the largest chunk and the fields around it.
+_MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    *CLIENT_KEEPALIVE,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+#: Seconds for a call that carries no weights, and between two tries to watch.
+_CALL_S, _WATCH_AGAIN_S = 10.0, 1.0
+
+
+class OriginAccess(NamedTuple):
+    """How the origin knows that it is we, and we that it is the origin.
+
+    Attributes:
+        url: `grpc://HOST:PORT` or `grpcs://HOST:PORT`.
+        tls: Files for TLS.
+        token_file: Holds the bearer token, read again for each call; None: none is sent.
+    """
+
+    url: str
+    tls: ClientTls
+    token_file: Path | None = None
+
+    def channel(self) -> grpc.aio.Channel:
+        """Open a channel.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID; a file cannot be used.
+        """
+        target = grpc_target(self.url)
+        if is_encrypted(self.url, ca=self.tls.ca is not None):
+            return grpc.aio.secure_channel(target, self.tls.credentials(), _OPTIONS)
+        return grpc.aio.insecure_channel(target, _OPTIONS)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call made now.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID; the token cannot be read.
+        """
+        if self.token_file is None:
+            return ()
+        token = read_private(self.token_file, "the token for the origin").decode().strip()
+        return (("authorization", f"Bearer {token}"),)
+
+
+class GrpcOrigin:
+    """Follows a server. Its commits are told by a watch; that it is asked too is a backstop.
+
+    Args:
+        access: How to reach it.
+        model: Name of the model there.
+        pushes: Where a version's push is found by the stream that brings its bytes.
+        interval_s: How often it is asked without having told anything, seconds.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID; a file for TLS cannot be used.
+    """
+
+    def __init__(self, access: OriginAccess, model: str, pushes: Pushes, interval_s: float) -> None:
+        self.url = access.url
+        self._access = access
+        self._model = model
+        self._pushes = pushes
+        self._interval_s = interval_s
+        self._channel = access.channel()
+        self._stub = weightsync_pb2_grpc.WeightSyncStub(self._channel)
+        self._changes = asyncio.Event()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def versions(self) -> Sequence[CommitRecord]:
+        """Return the committed versions that it lists."""
+        infos: list[pb.VersionInfo] = []
+        request = pb.ListVersionsRequest(model=self._model)
+        with self._refusing():
+            while True:
+                page = await self._stub.ListVersions(
+                    request, timeout=_CALL_S, metadata=self._access.metadata()
+                )
+                infos += page.versions
+                if not page.next_page_token:
+                    break
+                request.page_token = page.next_page_token
+        return _records(infos)
+
+    async def changed(self) -> None:
+        """Return when it has told of a change, or after a while."""
+        # Not wait_for: in Python 3.11 it swallows a cancellation that comes with a change.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._interval_s):
+                await self._changes.wait()
+        # What is told from now on is not in what is asked for now.
+        self._changes.clear()
+
+    async def bring(self, push: Push, fetch: Fetch) -> None:
+        """Take its PullWeights stream as if a trainer sent it, from where the push stands on."""
+        async with contextlib.aclosing(self._messages(push, fetch)) as messages:
+            await UploadStream(self._pushes, messages, None).run()
+
+    async def close(self) -> None:
+        """Hang up."""
+        self._watching.cancel()
+        await asyncio.wait([self._watching])
+        await self._channel.close()
+
+    async def _messages(
+        self, push: Push, fetch: Fetch
+    ) -> AsyncGenerator[pb.PushWeightsRequest, None]:
+        yield pb.PushWeightsRequest(join=pb.JoinPush(push_id=push.state.id))
+        for request in self._requests(push, fetch):
+            async with contextlib.aclosing(self._pulled(request, fetch)) as pulled:
+                async for message in pulled:
+                    yield message
+
+    def _requests(self, push: Push, fetch: Fetch) -> Iterator[pb.PullWeightsRequest]:
+        """Yield what is to be asked for: all at once, or what lacks of a push that goes on."""
+        version = fetch.version
+        whole = pb.PullWeightsRequest(model=self._model, version=version.version, delta=fetch.delta)
+        if not push.state.shards:
+            yield whole
+            return
+        count = max(version.shard_count, max(push.state.shards) + 1)
+        for index in range(count) if not fetch.delta else ():
+            shard = push.state.shards.get(index)
+            if shard is None or not shard.complete:
+                request = pb.PullWeightsRequest(shard=index)
+                request.MergeFrom(whole)
+                request.offset = shard.received if shard is not None else 0
+                yield request
+        if fetch.delta:
+            # How many shards it has is not known; what came already is passed over.
+            yield whole
+
+    async def _pulled(
+        self, request: pb.PullWeightsRequest, fetch: Fetch
+    ) -> AsyncGenerator[pb.PushWeightsRequest, None]:
+        compare = fetch.delta or fetch.version.trainer_verified
+        with self._refusing():
+            call = self._stub.PullWeights(request, metadata=self._access.metadata())
+            try:
+                async for message in call:
+                    await failpoints.reach("follow.chunk")
+                    if message.HasField("chunk"):
+                        yield pb.PushWeightsRequest(chunk=message.chunk)
+                    elif message.HasField("layout"):
+                        yield pb.PushWeightsRequest(layout=message.layout)
+                    elif message.HasField("digests") and compare:
+                        yield pb.PushWeightsRequest(digests=message.digests)
+                    elif message.HasField("version"):
+                        self._check_same(message.version, fetch.version)
+            finally:
+                call.cancel()
+
+    def _check_same(self, found: pb.VersionInfo, wanted: CommitRecord) -> None:
+        if found.content_digest != wanted.content_digest:
+            raise WeightSyncError(
+                Reason.VERSION_CONFLICT,
+                f"version {wanted.version} at {self.url} has content {found.content_digest} now, "
+                f"it was listed with {wanted.content_digest}; it is looked at again",
+            )
+
+    async def _watch(self) -> None:
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError, WeightSyncError):
+                # Until the origin ends it; what it has told before is the state at the beginning.
+                request = pb.WatchVersionsRequest(model=self._model)
+                async for _ in self._stub.WatchVersions(request, metadata=self._access.metadata()):
+                    self._changes.set()
+            await asyncio.sleep(_WATCH_AGAIN_S)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            known = from_call(error)
+            raise known or WeightSyncError(
+                Reason.SERVER_AWAY,
+                f"the origin {self.url} does not answer ({error.code().name}: {error.details()}); "
+                "check its address and that it runs",
+            ) from None
+
+
+def _records(infos: Sequence[pb.VersionInfo]) -> list[CommitRecord]:
+    """Return the commit records of those versions that are committed, by number."""
+    committed = {i.version: i for i in infos if i.durability == pb.DURABILITY_COMMITTED}
+    return [_record(committed[number], committed) for number in sorted(committed)]
+
+
+def _record(info: pb.VersionInfo, committed: dict[int, pb.VersionInfo]) -> CommitRecord:
+    base = committed.get(info.base_version) if info.kind == pb.PUSH_KIND_DELTA else None
+    return CommitRecord(
+        model=info.model,
+        version=info.version,
+        content_digest=info.content_digest,
+        manifest_digest=info.manifest_digest,
+        layout_digest=info.layout_digest,
+        epoch=info.epoch,
+        commit_time_ns=info.commit_time.ToNanoseconds(),
+        metadata=dict(info.metadata),
+        size_bytes=info.size_bytes,
+        tensor_count=info.tensor_count,
+        shard_count=info.shard_count,
+        trainer_verified=info.trainer_verified,
+        adopted=False,
+        base_version=base.version if base is not None else 0,
+        base_content_digest=base.content_digest if base is not None else "",
+        delta_bytes=info.stored_bytes if base is not None else 0,
+        changed_fraction=info.changed_fraction,
+    )

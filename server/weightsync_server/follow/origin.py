@@ -1,0 +1,48 @@
+"""Where a follower's versions come from, whatever that is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync_server.follow.fetch_plan import Fetch
+    from weightsync_server.push.parts import Push
+    from weightsync_server.store.store_records import CommitRecord
+
+__all__ = ["Origin"]
+
+
+class Origin(Protocol):
+    """A server or a store that has the versions. Nothing of it is believed before it is proved.
+
+    Attributes:
+        url: Where it is.
+    """
+
+    url: str
+
+    async def versions(self) -> Sequence[CommitRecord]:
+        """Return the committed versions that exist now, by number.
+
+        Raises:
+            WeightSyncError: It cannot be asked; or its answer is none.
+        """
+
+    async def changed(self) -> None:
+        """Return when versions may have changed since the last return of this, or after a while."""
+
+    async def bring(self, push: Push, fetch: Fetch) -> None:
+        """Bring all bytes of a version into the segments of its push, as far as they lack.
+
+        Args:
+            push: Open; it proves what comes, and fails where that is not what it should be.
+            fetch: What to bring, and in which form.
+
+        Raises:
+            WeightSyncError: It cannot be had, or not now. Or why the push has failed.
+        """
+
+    async def close(self) -> None:
+        """Let go of it."""

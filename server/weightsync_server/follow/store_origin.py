@@ -1,0 +1,66 @@
+"""An origin that is a store: objects in a bucket, or files that this host mounts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from weightsync.errors import WeightSyncError
+from weightsync_server.follow.stored_bytes import StoredBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync_server.follow.fetch_plan import Fetch
+    from weightsync_server.ops.meters import Meters
+    from weightsync_server.push.parts import Push
+    from weightsync_server.store.store_records import CommitRecord
+    from weightsync_server.store.version_reader import VersionReader
+
+__all__ = ["StoreOrigin"]
+
+
+class StoreOrigin:
+    """Follows a store.
+
+    Args:
+        store: The store.
+        model: Name of the model in it.
+        interval_s: How often it is looked for new versions, seconds.
+        meters: Counts the bytes that come.
+    """
+
+    def __init__(self, store: VersionReader, model: str, interval_s: float, meters: Meters) -> None:
+        self.url = store.url
+        self._store = store
+        self._model = model
+        self._interval_s = interval_s
+        self._meters = meters
+        self._stamps: frozenset[str] = frozenset()
+        self._versions: dict[int, CommitRecord] = {}
+
+    async def versions(self) -> Sequence[CommitRecord]:
+        """Return the versions that exist now; what a fenced writer committed does not."""
+        found = await self._store.committed(self._model)
+        self._versions = {record.version: record for record in found}
+        return found
+
+    async def changed(self) -> None:
+        """Look now and then; return when something has changed since, or cannot be seen."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                stamps = await self._store.stamps(self._model)
+            except WeightSyncError:
+                # Whoever asks for the versions is told why.
+                return
+            if stamps != self._stamps:
+                self._stamps = stamps
+                return
+
+    async def bring(self, push: Push, fetch: Fetch) -> None:
+        """Have fetchers read the shards into the segments of the push."""
+        await StoredBytes(self._store, self._versions, push, fetch, self._meters).bring()
+
+    async def close(self) -> None:
+        """Do nothing: requests end by themselves."""

@@ -1,0 +1,250 @@
+"""The bytes of a version from a store into the segments of a push; fetchers read them.
+
+A version that the store keeps as a delta is fetched in full by reading the version that its chain
+begins with, then one delta after the other, each proved and bound to the content that it changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.deltas import PatchInput
+from weightsync_server.deltas.layout_document import write_layout
+from weightsync_server.ops.tasks import all_done
+from weightsync_server.push.state import check_open
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping
+    from typing import Any
+
+    from weightsync.model.manifest import Manifest
+    from weightsync.shm.segments import Segment
+    from weightsync_server.deltas import DeltaShard
+    from weightsync_server.follow.fetch_plan import Fetch
+    from weightsync_server.ops.meters import Meters
+    from weightsync_server.push.parts import Push
+    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.residency.slot import Slot
+    from weightsync_server.store.store_records import CommitRecord
+    from weightsync_server.store.version_reader import VersionReader
+
+__all__ = ["StoredBytes"]
+
+#: Shards under way at once; the fetchers order the work among themselves.
+_AT_ONCE = 8
+#: Failures after which the push goes on when it is asked for again, from what is durable of it.
+_PASSING = frozenset({Reason.FAULT, Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN})
+
+
+class StoredBytes:
+    """Fills one push from a store.
+
+    Args:
+        store: Has the bytes.
+        versions: What it has, by number, as of the last look.
+        push: Takes them.
+        fetch: What they are.
+        meters: Counts them.
+    """
+
+    def __init__(
+        self,
+        store: VersionReader,
+        versions: Mapping[int, CommitRecord],
+        push: Push,
+        fetch: Fetch,
+        meters: Meters,
+    ) -> None:
+        self._store = store
+        self._versions = versions
+        self._push = push
+        self._version = fetch.version
+        self._delta = fetch.delta
+        self._meters = meters
+        self._gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def bring(self) -> None:
+        """Return when all bytes are in their segments; see `Origin.bring`."""
+        push, number = self._push, self._version.version
+        push.lifecycle.join()
+        try:
+            manifest = await self._manifest(number, delta=self._delta)
+            shards = self._shards(manifest)
+            # A task of the push: before that has ended, none of its memory is used otherwise.
+            task = push.pipeline.start(
+                self._fill(manifest, shards), f"fetching version {number}", _PASSING
+            )
+            for shard in shards:
+                shard.copied_by(task)
+            await _ended(task)
+            check_open(push.state)
+            task.result()
+        finally:
+            push.lifecycle.leave(self)
+
+    async def _manifest(self, number: int, *, delta: bool) -> Manifest:
+        """Return a manifest; that of a whole version is proved by the identity of the version."""
+        read = self._store.delta if delta else self._store.manifest
+        manifest = await read(self._version.model, number)
+        if delta:
+            return manifest
+        expected = self._versions[number].content_digest
+        if await asyncio.to_thread(getattr, manifest, "content_digest") != expected:
+            raise WeightSyncError(
+                Reason.DATA_CORRUPT,
+                f"the manifest of version {number} in {self._store.url} is not of its content; "
+                "push the version there again",
+            )
+        return manifest
+
+    def _shards(self, manifest: Manifest) -> list[ShardState]:
+        layout, found = manifest.layout, []
+        for index, (entry, tensors) in enumerate(zip(layout.shards, layout.by_shard, strict=True)):
+            shard = self._push.layout.take(index, entry, tensors)
+            if shard is None:
+                raise WeightSyncError(
+                    Reason.LAYOUT_INVALID,
+                    f"shard {index} of version {self._version.version} has another layout than "
+                    "when it was begun to be fetched; it is begun again",
+                )
+            found.append(shard)
+        self._push.layout.finish()
+        return found
+
+    async def _fill(self, manifest: Manifest, shards: list[ShardState]) -> None:
+        self._push.pipeline.begin_receive()
+        if self._delta or not self._version.base_version:
+            digests = iter(manifest.digests)
+            given = [b"".join(next(digests) for _ in shard.tensors or ()) for shard in shards]
+            await self._each([self._arrive(*pair) for pair in zip(shards, given, strict=True)])
+            return
+        await self._make(manifest, shards)
+        for shard in shards:
+            await self._take_on(shard, await self._push.pipeline.ready(shard))
+
+    async def _arrive(self, shard: ShardState, digests: bytes) -> None:
+        """Read one shard, unless all of it is here already, and take it on."""
+        segment = await self._push.pipeline.ready(shard)
+        if not shard.complete:
+            await self._read(
+                shard.index, shard.entry.size, segment, self._version, delta=self._delta
+            )
+            # They are the trainer's, unless none were sent; those of a delta are of its own shards.
+            if self._delta or self._version.trainer_verified:
+                shard.give(0, digests)
+            await self._take_on(shard, segment)
+
+    async def _take_on(self, shard: ShardState, segment: Segment) -> None:
+        check_open(self._push.state)
+        shard.received_to(shard.entry.size)
+        await self._push.pipeline.advance(shard, segment)
+
+    async def _read(
+        self, index: int, size: int, segment: Segment, version: CommitRecord, *, delta: bool
+    ) -> None:
+        path = self._store.shard_path(version.model, version.version, index, delta=delta)
+        if path is None:
+            raise WeightSyncError(Reason.DATA_CORRUPT, f"{self._store.url} keeps no shards")
+        await failpoints.reach("follow.shard")
+        await self._push.model.fetch.load(path, size, segment)
+        self._meters.add_received(size)
+
+    async def _each(self, work: list[Coroutine[Any, Any, None]]) -> None:
+        async def one(coroutine: Coroutine[Any, Any, None]) -> None:
+            async with self._gate:
+                await coroutine
+
+        await all_done([one(coroutine) for coroutine in work])
+
+    # A version that is kept as a delta, in full
+
+    async def _make(self, manifest: Manifest, shards: list[ShardState]) -> None:
+        chain = self._chain()
+        begin = chain.pop()
+
+        async def load(shard: ShardState) -> None:
+            segment = await self._push.pipeline.ready(shard)
+            await self._read(shard.index, shard.entry.size, segment, begin, delta=False)
+
+        await self._each([load(shard) for shard in shards])
+        base = begin
+        for version in reversed(chain):
+            await self._patch(manifest, shards, version, base)
+            base = version
+
+    def _chain(self) -> list[CommitRecord]:
+        """Return the version and all that it is based on, down to one that is kept in full."""
+        chain = [self._version]
+        while chain[-1].base_version:
+            base = self._versions.get(chain[-1].base_version)
+            if base is None or base.content_digest != chain[-1].base_content_digest:
+                raise WeightSyncError(
+                    Reason.DATA_CORRUPT,
+                    f"version {chain[-1].version} in {self._store.url} lacks its base, version "
+                    f"{chain[-1].base_version}; push a version there in full",
+                )
+            chain.append(base)
+        return chain
+
+    async def _patch(
+        self,
+        manifest: Manifest,
+        shards: list[ShardState],
+        version: CommitRecord,
+        base: CommitRecord,
+    ) -> None:
+        """Change the shards, which hold `base`, to what they are in `version`."""
+        push = self._push
+        scratch = push.model.slots.scratch()
+        try:
+            document = await write_layout(scratch, push.model.segments, manifest)
+            delta = await self._deltas(scratch, document, manifest, version, base)
+            changed = PatchInput(manifest.layout, document, [delta])
+
+            async def one(shard: ShardState) -> None:
+                segment = await push.pipeline.ready(shard)
+                await push.model.materializer.patch(segment, shard.index, changed)
+
+            await self._each([one(shard) for shard in shards])
+        finally:
+            push.model.slots.discard(scratch)
+
+    async def _deltas(
+        self,
+        scratch: Slot,
+        document: Segment,
+        manifest: Manifest,
+        version: CommitRecord,
+        base: CommitRecord,
+    ) -> list[DeltaShard]:
+        """Return the delta shards of a version in memory, all proved to change its base."""
+        model = self._push.model
+        container = await self._manifest(version.version, delta=True)
+        found = []
+        for index, entry in enumerate(container.layout.shards):
+            segment = await model.slots.segment(scratch, index, entry.size)
+            await self._read(index, entry.size, segment, version, delta=True)
+            of, shard, _ = await model.materializer.inspect(
+                document, manifest.layout, index, entry, segment
+            )
+            if of != base.content_digest:
+                raise WeightSyncError(
+                    Reason.DATA_CORRUPT,
+                    f"the delta of version {version.version} in {self._store.url} changes content "
+                    f"{of}, its record tells {base.content_digest}; push a version there in full",
+                )
+            found.append(shard)
+        return found
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Return when a task has ended, also where it was called off; with its caller it is."""
+    try:
+        await asyncio.wait([task])
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])

@@ -1,0 +1,38 @@
+"""A store as whoever follows it sees it: it belongs to another server, and is only read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from weightsync.model.manifest import Manifest
+    from weightsync_server.store.store_records import CommitRecord
+
+__all__ = ["VersionReader"]
+
+
+class VersionReader(Protocol):
+    """What is asked of a store that somebody else owns: it is never opened, nor changed.
+
+    Attributes:
+        url: Where it is.
+    """
+
+    url: str
+
+    async def committed(self, model: str) -> list[CommitRecord]:
+        """Return the versions that exist now, by number; see `LocalStore.committed`."""
+
+    async def stamps(self, model: str) -> frozenset[str]:
+        """Return what changes with them, for little; see `LocalStore.stamps`."""
+
+    async def manifest(self, model: str, version: int) -> Manifest:
+        """Return the manifest of a version; see `Store.manifest`."""
+
+    async def delta(self, model: str, version: int) -> Manifest:
+        """Return that of its delta shards; see `Store.delta`."""
+
+    def shard_path(
+        self, model: str, version: int, shard: int, *, delta: bool = False
+    ) -> str | None:
+        """Return where a shard lies; see `Store.shard_path`."""

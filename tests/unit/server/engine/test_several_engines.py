@@ -1,0 +1,414 @@
+"""Several engines beside one server: one copy in memory, one decision, nobody in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.server.engine.plant import Engine, hurry, limits, shards, until
+from tests.unit.server.world import MODEL, World, world
+from weightsync.engine import FENCES_ON_EXPIRY
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import (
+    Applier,
+    EngineApplier,
+    EngineSet,
+    EngineSupervisor,
+    HostParts,
+    Journal,
+    JournalFile,
+    ModelParts,
+)
+from weightsync_server.engine.journal_file import HOST
+from weightsync_server.ops.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+NAMES = ("a", "b", "c")
+
+
+@dataclass
+class Host:
+    """A server with several engines."""
+
+    here: World
+    engines: dict[str, Engine]
+    set: EngineSet
+    applier: Applier
+    metrics: Metrics
+
+    async def push(self, *seeds: int) -> None:
+        for seed in seeds:
+            await self.here.push(shards(seed), seed)
+
+    async def apply(self, version: int = 0, **fields: Any) -> pb.ApplyVersionResponse:
+        request = pb.ApplyVersionRequest(model=MODEL, version=version, **fields)
+        return await self.applier.apply(request)
+
+    async def rollback(self, **fields: Any) -> pb.RollbackResponse:
+        return await self.applier.rollback(pb.RollbackRequest(model=MODEL, **fields))
+
+    def supervisor(self, name: str) -> EngineSupervisor:
+        (applier,) = self.set.named(name)
+        return applier.supervisor
+
+    def serves(self) -> dict[str, int]:
+        """Return what each engine generates with; 0: nothing. A mixture fails."""
+        return {name: engine.serves for name, engine in self.engines.items()}
+
+    async def all_serve(self, seed: int) -> None:
+        def so() -> bool:
+            settled = all(one.serving for one in self.set.supervisors)
+            return settled and set(self.serves().values()) == {seed}
+
+        await until(so)
+
+
+@contextlib.asynccontextmanager
+async def host(
+    folder: Path, engines: dict[str, Engine], *, slots: int = 3, store: str = ""
+) -> AsyncIterator[Host]:
+    """Start a server beside engines, which outlive it."""
+    store = store or f"file://{folder / 'store'}"
+    async with world(folder, store=store, slots=slots) as here:
+        file = JournalFile(folder / "journal", here.model.store.url)
+        metrics = Metrics(MODEL)
+        shared = HostParts(here.server, metrics, limits())
+        parts = ModelParts.of(here.model)
+        known = EngineSet(file)
+        for name, engine in engines.items():
+            supervisor = EngineSupervisor(
+                engine,
+                parts,
+                shared,
+                Journal(file, name),
+                lambda: None,
+            )
+            known.add(EngineApplier(supervisor, parts, shared))
+        applier = Applier(known, parts, shared)
+        known.start()
+        try:
+            yield Host(here, engines, known, applier, metrics)
+        finally:
+            await applier.drain()
+            await known.stop()
+            file.close()
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> dict[str, Engine]:
+    return {name: Engine(tmp_path / "segments.sock", ranks=1 + at) for at, name in enumerate(NAMES)}
+
+
+async def test_all_engines_join_at_one_version(tmp_path: Path, engines: dict[str, Engine]) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        assert it.here.model.serving.live == 1
+        status = it.set.status()
+        assert [one.name for one in status] == list(NAMES)
+        assert {one.live_version for one in status} == {1}
+
+
+async def test_together(tmp_path: Path, engines: dict[str, Engine]) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        reply = await it.apply(2)
+        assert it.serves() == dict.fromkeys(NAMES, 2)
+        assert [one.engine for one in reply.engines] == list(NAMES)
+        assert {one.report.outcome for one in reply.engines} == {pb.APPLY_OUTCOME_APPLIED}
+        assert (reply.report.version, reply.report.previous_version) == (2, 1)
+        written = sum(one.report.written_bytes for one in reply.engines)
+        assert reply.report.written_bytes == written > 0
+        # One copy for all, with different numbers of ranks.
+        assert len([s for s in it.here.model.slots.slots if s.record is not None]) <= 3
+        again = await it.apply(2)
+        assert again.report.outcome == pb.APPLY_OUTCOME_ALREADY_LIVE
+        back = await it.rollback()
+        assert it.serves() == dict.fromkeys(NAMES, 1)
+        assert back.rejected_version == 2
+
+
+async def test_none_serves_the_version_while_another_serves_the_one_before(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        seen: set[tuple[int, ...]] = set()
+
+        def look() -> None:
+            seen.add(tuple(sorted(set(it.serves().values()) - {0})))
+
+        def looked(answer: Any) -> Any:
+            look()
+            return answer
+
+        for engine in engines.values():
+            for call in ("pause", "commit", "resume"):
+                engine.before[call] = look
+                engine.after[call] = looked
+        engines["b"].before["pause"] = lambda: asyncio.sleep(0.05)
+        engines["c"].before["commit"] = lambda: asyncio.sleep(0.05)
+        await it.apply(2)
+        look()
+        assert seen <= {(), (1,), (2,)}
+
+
+@pytest.mark.parametrize("call", ["pause", "commit", "resume"])
+@pytest.mark.parametrize("name", NAMES)
+async def test_one_that_fails_takes_all_back_before_the_decision_and_none_after_it(
+    tmp_path: Path, engines: dict[str, Engine], call: str, name: str
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+
+        def fail() -> None:
+            del engines[name].before[call]
+            raise WeightSyncError(Reason.ENGINE_AWAY, "it went away")
+
+        engines[name].before[call] = fail
+        if call == "resume":
+            # It is tried again.
+            await it.apply(2)
+            await it.all_serve(2)
+            return
+        with pytest.raises(WeightSyncError, match=f"engine {name}") as caught:
+            await it.apply(2)
+        assert caught.value.metadata["apply_id"]
+        await it.all_serve(1)
+        # What the disk says is what they serve, and it can be done again.
+        await it.apply(2, clear_rejected=True)
+        await it.all_serve(2)
+
+
+async def test_a_proof_that_fails_takes_all_back(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        engines["c"].wrong.append(bytes(256))
+        with pytest.raises(WeightSyncError) as caught:
+            await it.apply(2, idempotency_key="k")
+        assert caught.value.reason is Reason.APPLY_RESTORED
+        assert it.serves() == dict.fromkeys(NAMES, 1)
+        assert it.here.model.serving.live == 1
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        with pytest.raises(WeightSyncError) as again:
+            await it.apply(2, idempotency_key="k")
+        assert again.value.reason is Reason.APPLY_RESTORED
+        assert "commit" not in [call for e in engines.values() for call in e.calls[-3:]]
+
+
+async def test_an_engine_that_is_away_joins_before_it_serves(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+
+        def away() -> None:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
+
+        engines["b"].before["health"] = away
+        await until(lambda: not it.supervisor("b").serving)
+        reply = await it.apply(2)
+        report = {one.engine: one for one in reply.engines}
+        assert "connection refused" in report["b"].absent
+        assert not report["b"].HasField("report")
+        assert (engines["a"].serves, engines["c"].serves) == (2, 2)
+        # It comes back as it was, and as a new start.
+        engines["b"].before.clear()
+        await it.all_serve(2)
+        assert it.here.model.serving.rollback_to == 1
+        await it.rollback()
+        assert it.serves() == dict.fromkeys(NAMES, 1)
+
+
+async def test_an_engine_that_generates_and_cannot_be_asked_is_waited_for(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        it.supervisor("b").suspect("nobody knows")
+        await it.apply(2)
+        assert it.serves() == dict.fromkeys(NAMES, 2)
+
+
+async def test_a_server_that_died_undecided(tmp_path: Path, engines: dict[str, Engine]) -> None:
+    """One holds the target, proved, another the base: all go back, whatever they hold."""
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        await it.apply(2)
+    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
+    assert [b'"COMMIT"' in line for line in lines[-2:]] == [True, False]
+    # Up to INTENT: all hold the target, and nobody had decided so.
+    (tmp_path / "journal").write_bytes(b"".join(lines[:-2]))
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.apply(2)
+        await it.all_serve(2)
+
+
+async def test_a_server_that_died_after_the_decision(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        first = await it.apply(2, idempotency_key="k")
+    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
+    (tmp_path / "journal").write_bytes(b"".join(lines[:-1]))
+    # One of them started anew meanwhile, on its own checkpoint.
+    engines["b"] = Engine(tmp_path / "segments.sock")
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(2)
+        again = await it.apply(2, idempotency_key="k")
+        assert again.report.version == first.report.version
+        assert again.report.outcome == pb.APPLY_OUTCOME_APPLIED
+        assert it.here.model.serving.rollback_to == 1
+
+
+async def test_one_engine_is_named(tmp_path: Path, engines: dict[str, Engine]) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        reply = await it.apply(2, engine="b")
+        assert it.serves() == {"a": 1, "b": 2, "c": 1}
+        assert [one.engine for one in reply.engines] == ["b"]
+        assert it.here.model.serving.live == 0
+        assert it.here.model.serving.is_live(1)
+        with pytest.raises(WeightSyncError, match="no engine 'x'; this host has a, b, c"):
+            await it.apply(2, engine="x")
+        with pytest.raises(WeightSyncError, match="b from 2 to 1"):
+            await it.rollback()
+    # It is its own, also for the next server.
+    async with host(tmp_path, engines) as it:
+        await until(lambda: all(one.serving for one in it.set.supervisors))
+        assert it.serves() == {"a": 1, "b": 2, "c": 1}
+        await it.apply(2)
+        assert it.serves() == dict.fromkeys(NAMES, 2)
+        await it.rollback(engine="c")
+        assert it.serves() == {"a": 2, "b": 2, "c": 1}
+
+
+async def test_rolling_leaves_the_others_serving(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        away: list[int] = []
+        for engine in engines.values():
+            engine.before["commit"] = lambda: away.append(list(it.serves().values()).count(0))
+        reply = await it.apply(2, order=pb.ENGINE_ORDER_ROLLING)
+        assert away == [1, 1, 1]
+        assert it.serves() == dict.fromkeys(NAMES, 2)
+        assert len(reply.engines) == 3
+        await it.push(3)
+        away.clear()
+        await it.apply(3, order=pb.ENGINE_ORDER_ROLLING, max_unavailable=2)
+        assert max(away) == 2
+        assert it.serves() == dict.fromkeys(NAMES, 3)
+
+
+async def test_a_rolling_apply_that_fails_goes_back(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        engines["c"].wrong.append(bytes(256))
+        with pytest.raises(WeightSyncError, match="engine c") as caught:
+            await it.apply(2, order=pb.ENGINE_ORDER_ROLLING)
+        assert caught.value.reason is Reason.APPLY_RESTORED
+        assert it.serves() == dict.fromkeys(NAMES, 1)
+
+
+async def test_what_is_refused(tmp_path: Path, engines: dict[str, Engine]) -> None:
+    async with host(tmp_path, engines, slots=2) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        calls = (
+            ({"order": pb.ENGINE_ORDER_ROLLING}, Reason.NO_SLOT, "--slots 3"),
+            ({"max_unavailable": 1}, Reason.REQUEST_INVALID, "order ROLLING"),
+            (
+                {"pause": pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS)},
+                Reason.REQUEST_INVALID,
+                "cannot wait for each other",
+            ),
+        )
+        for fields, reason, sentence in calls:
+            with pytest.raises(WeightSyncError, match=sentence) as caught:
+                await it.apply(2, **fields)
+            assert caught.value.reason is reason
+        assert it.serves() == dict.fromkeys(NAMES, 1)
+
+
+async def test_an_engine_whose_lease_would_resume_takes_no_part(
+    tmp_path: Path, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        session = it.supervisor("b")._session
+        assert session is not None
+        poorer = session.info.capabilities - {FENCES_ON_EXPIRY}
+        object.__setattr__(session.info, "capabilities", poorer)
+        with pytest.raises(WeightSyncError, match="engine b: the plugin in vLLM would resume"):
+            await it.apply(2)
+        await it.all_serve(1)
+
+
+async def test_the_disk_refuses_the_decision(
+    tmp_path: Path, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        write = it.set.journal.write
+
+        def full(entry: Any) -> None:
+            if entry.event == "COMMIT":
+                raise OSError(28, "No space left on device")
+            write(entry)
+
+        monkeypatch.setattr(it.set.journal, "write", full)
+        with pytest.raises(WeightSyncError, match="No space left") as caught:
+            await it.apply(2)
+        assert caught.value.reason is Reason.APPLY_RESTORED
+        assert it.serves() == dict.fromkeys(NAMES, 1)
+        last = next(it.set.journal.newest_first())
+        assert (last.event, last.engine, last.version) == ("DONE", HOST, 1)
+
+
+async def test_applies_of_many_callers_end_in_one_order(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines, slots=4) as it:
+        await it.all_serve(1)
+        await it.push(2, 3, 4)
+        calls = [it.apply(v, idempotency_key=str(v)) for v in (2, 3, 4)]
+        calls += [it.apply(engine=name) for name in NAMES]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for outcome in outcomes:
+            assert not isinstance(outcome, BaseException) or isinstance(outcome, WeightSyncError)
+        await it.apply()
+        await it.all_serve(4)

@@ -1,0 +1,99 @@
+"""An origin and a follower, each a whole receiving side in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.object_servers import ObjectServer, moto
+from tests.unit.server.world import MODEL, World, world
+from weightsync_server.auth.client_tls import ClientTls
+from weightsync_server.catalog.retention import Retention
+from weightsync_server.deltas import ChainLimits
+from weightsync_server.follow.follow_metrics import FollowMetrics
+from weightsync_server.follow.follower import Follower
+from weightsync_server.follow.grpc_origin import GrpcOrigin, OriginAccess
+from weightsync_server.follow.store_origin import StoreOrigin
+from weightsync_server.ops.metrics import Metrics
+from weightsync_server.store import open_reader
+from weightsync_server.store.objects.object_client import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+    from typing import Any
+
+    from weightsync_server.follow.origin import Origin
+
+__all__ = ["Following", "following"]
+
+
+@dataclass
+class Following:
+    """A follower at work."""
+
+    here: World
+    follower: Follower
+    metrics: Metrics
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return what operators see."""
+        value = self.metrics.registry.get_sample_value(name, {"model": MODEL, **labels})
+        assert value is not None
+        return value
+
+    def has(self, version: int, content: str = "") -> bool:
+        """Tell whether a version is committed here, with some content."""
+        record = self.here.model.table.find(version)
+        commit = record.commit if record is not None else None
+        return commit is not None and content in ("", commit.content_digest)
+
+
+@contextlib.asynccontextmanager
+async def following(folder: Path, url: str, **options: Any) -> AsyncIterator[Following]:
+    """Have a world in `folder` follow a store, or a server, until the block ends."""
+    async with world(folder, **options) as here:
+        metrics = Metrics(MODEL)
+        origin = _origin(url, here)
+        follower = Follower(origin, here.model, here.pushes, FollowMetrics(metrics))
+        here.model.adoption.origin = follower
+        follower.start()
+        try:
+            yield Following(here, follower, metrics)
+        finally:
+            await follower.stop()
+
+
+def _origin(url: str, here: World) -> Origin:
+    if url.startswith("grpc://"):
+        access = OriginAccess(url, ClientTls("the origin"))
+        return GrpcOrigin(access, MODEL, here.pushes, 60)
+    return StoreOrigin(open_reader(url), MODEL, 0.02, here.meters)
+
+
+@pytest.fixture
+async def origin(tmp_path: Path) -> AsyncIterator[World]:
+    # It keeps every version in the form in which it was pushed.
+    chains, retention = ChainLimits(64, 100.0), Retention(versions=64)
+    async with world(tmp_path / "origin", chains=chains, retention=retention) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """Return a server that speaks S3."""
+    with moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """Return the URL of an empty place in a bucket that this process reaches."""
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    connect.cache_clear()
+    yield f"{s3.url}/{tmp_path.name}"
+    connect.cache_clear()

@@ -1,0 +1,138 @@
+"""A server that is followed: what it tells, what it sends, and what an older one does not know."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from tests.unit.server.deltas.pushing import push_chain, push_delta, sparse_history, until
+from tests.unit.server.follow.conftest import following
+from tests.unit.server.world import content, simple
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.keepalive import SERVER_KEEPALIVE
+from weightsync_server.rpc import WeightSyncServicer, add_service
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.unit.server.world import World
+
+
+class OlderServicer(WeightSyncServicer):
+    """One of a release that does not know what is asked for beside the version."""
+
+    async def PullWeights(  # noqa: N802 - the name of the RPC
+        self, request: pb.PullWeightsRequest, context: Any
+    ) -> AsyncIterator[pb.PullWeightsResponse]:
+        request.delta = False
+        async for message in super().PullWeights(request, context):
+            yield message
+
+
+class CutServicer(WeightSyncServicer):
+    """One whose streams end in the midst of a version, twice.
+
+    Attributes:
+        asked: What it was asked for.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: list[pb.PullWeightsRequest] = []
+
+    async def PullWeights(  # noqa: N802 - the name of the RPC
+        self, request: pb.PullWeightsRequest, context: Any
+    ) -> AsyncIterator[pb.PullWeightsResponse]:
+        self.asked.append(request)
+        sent = 0
+        async for message in super().PullWeights(request, context):
+            yield message
+            sent += message.HasField("chunk")
+            if sent == 3 and len(self.asked) < 3:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+
+
+@contextlib.asynccontextmanager
+async def served(
+    origin: World, kind: type[WeightSyncServicer] = WeightSyncServicer
+) -> AsyncIterator[tuple[str, Any]]:
+    """Serve a world; give its URL and its servicer."""
+    # Applies and status are no part of this.
+    servicer = kind(origin.model, origin.pushes, None, None)  # type: ignore[arg-type]  # see above
+    server = grpc.aio.server(options=SERVER_KEEPALIVE)
+    add_service(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"grpc://127.0.0.1:{port}", servicer
+    finally:
+        await server.stop(None)
+
+
+async def test_it_tells_of_each_commit_and_sends_deltas(origin: World, tmp_path: Path) -> None:
+    versions = sparse_history(2)
+    async with served(origin) as (url, _), following(tmp_path / "b", url) as there:
+        # Nobody asks again for a minute: it is told.
+        for number, shards in enumerate(versions, 1):
+            if number == 1:
+                await origin.push(shards, number)
+            else:
+                await push_delta(origin, versions[number - 2], shards, number)
+            await until(lambda n=number: there.has(n))  # type: ignore[misc]  # of an int
+        assert there.metric("weightsync_follow_fetched_total", form="delta") == 2
+        assert there.here.read(3) == [shard.data for shard in versions[2]]
+        ours, theirs = (w.model.table.get(3).commit for w in (there.here, origin))
+        assert ours is not None
+        assert theirs is not None
+        assert (ours.base_version, ours.manifest_digest) == (2, theirs.manifest_digest)
+
+
+async def test_an_older_release_is_followed_in_full(origin: World, tmp_path: Path) -> None:
+    versions = sparse_history(1)
+    await origin.push(versions[0], 1)
+    async with served(origin, OlderServicer) as (url, _), following(tmp_path / "b", url) as there:
+        await until(lambda: there.has(1))
+        await push_delta(origin, versions[0], versions[1], 2)
+        await until(lambda: there.has(2, content(versions[1])))
+        assert there.metric("weightsync_follow_fetched_total", form="full") == 2
+        assert there.here.read(2) == [shard.data for shard in versions[1]]
+
+
+async def test_a_stream_that_was_cut_goes_on_where_it_was(origin: World, tmp_path: Path) -> None:
+    shards = simple(1, shards=2, size=1 << 20)
+    await origin.push(shards, 1)
+    async with served(origin, CutServicer) as (url, servicer), following(tmp_path / "b", url) as at:
+        await until(lambda: at.has(1, content(shards)))
+        assert at.here.read(1) == [shard.data for shard in shards]
+        first, *later = servicer.asked
+        assert not first.HasField("shard")
+        assert [(request.shard, request.offset) for request in later][:1] == [(0, 3 << 20)]
+        assert all(request.HasField("shard") for request in later)
+
+
+async def test_a_long_chain_comes_in_full(origin: World, tmp_path: Path) -> None:
+    versions = sparse_history(12)
+    await push_chain(origin, versions)
+    async with served(origin) as (url, _), following(tmp_path / "b", url) as there:
+        await until(lambda: there.has(13))
+        assert [record.version for record in there.here.model.table.list()] == [13]
+
+
+async def test_bytes_that_do_not_make_the_digest_that_was_told_are_refused(
+    origin: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await origin.push(simple(1), 1)
+    async with served(origin) as (url, _):
+        record = origin.model.table.get(1)
+        info = record.to_info()
+        info.content_digest = "0" * 32
+        with monkeypatch.context() as patch:
+            patch.setattr(type(record), "to_info", lambda _: info)
+            async with following(tmp_path / "b", url) as there:
+                await until(lambda: there.metric("weightsync_follow_failures_total") > 0)
+                assert there.here.model.table.list() == []
+    assert f"the trainer computed {'0' * 32}" in caplog.text

@@ -1,0 +1,146 @@
+"""A follower's own checkpoint: its number in the origin, or one that nobody else gives."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.server.deltas.pushing import push_delta, sparse_history, until
+from tests.unit.server.follow.conftest import following
+from tests.unit.server.world import begin, content, make_shard, simple, world
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.catalog.local_numbers import local_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.unit.server.world import Shard, World
+    from weightsync.shm.segment_socket import OfferedFile
+
+    Offered = Callable[[list[Shard]], list[OfferedFile]]
+
+
+@pytest.fixture
+def offered(tmp_path: Path) -> Iterator[Offered]:
+    """Return a function that offers shards as an engine offers the files of its checkpoint."""
+    fds: list[int] = []
+
+    def offer(shards: list[Shard]) -> list[OfferedFile]:
+        files = []
+        for shard in shards:
+            path = tmp_path / f"{len(fds)}-{shard.name}"
+            path.write_bytes(shard.data)
+            fds.append(os.open(path, os.O_RDONLY))
+            files.append((shard.name, len(shard.data), fds[-1]))
+        return files
+
+    yield offer
+    for fd in fds:
+        os.close(fd)
+
+
+async def test_content_of_the_origin_has_its_number_and_metadata(
+    origin: World, tmp_path: Path, offered: Offered
+) -> None:
+    await origin.push(simple(1), 4, metadata={"step": "1"})
+    await origin.push(simple(2), 5)
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        await until(lambda: there.has(5))
+        assert not there.has(4)
+        record = await there.here.model.adoption.adopt(offered(simple(1)), 0)
+        assert (record.version, record.metadata) == (4, {"step": "1"})
+        # One that came already is that version.
+        assert (await there.here.model.adoption.adopt(offered(simple(2)), 0)).version == 5
+
+
+async def test_what_follows_a_checkpoint_in_other_files_has_the_digests_of_the_origin(
+    origin: World, tmp_path: Path, offered: Offered
+) -> None:
+    base, new = sparse_history(1)
+    await origin.push(base, 1)
+    tensors = [
+        (e.name, e.dtype, e.shape, s.data[8 + s.header_size :][e.begin : e.end])
+        for s in base
+        for e in s.entries
+    ]
+    async with world(tmp_path / "b") as here:
+        # As if it had been adopted while version 1 was the newest.
+        adopted = await here.model.adoption.adopt(offered([make_shard(0, tensors)]), 0)
+        assert adopted.version == 1
+    await push_delta(origin, base, new, 2)
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        await until(lambda: there.has(2))
+        ours, theirs = (w.model.table.get(2).commit for w in (there.here, origin))
+        assert ours is not None
+        assert theirs is not None
+        assert ours.manifest_digest == theirs.manifest_digest
+        assert there.metric("weightsync_follow_fetched_total", form="full") == 1
+
+
+async def test_other_content_takes_no_number_of_the_origin_and_is_older_than_all(
+    origin: World, tmp_path: Path, offered: Offered
+) -> None:
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        table = there.here.model.table
+        record = await there.here.model.adoption.adopt(offered(simple(9)), 0)
+        assert record.version == local_number(content(simple(9)))
+        assert record.local
+        assert (table.newest, table.highest) == (0, 0)
+        assert table.newest_applicable() is record
+        await origin.push(simple(1), 1)
+        await until(lambda: there.has(1))
+        assert (table.newest, table.highest, table.next_version()) == (1, 1, 2)
+        assert table.newest_applicable().version == 1
+        assert record.order < table.get(1).order
+        # Nor does its number count when it is gone.
+        await there.here.model.collector.delete(record.version)
+        assert (table.highest, there.here.model.pins.highest) == (1, 0)
+        await origin.push(simple(2), 2)
+        await until(lambda: there.has(2))
+
+
+async def test_local_content_means_the_same_on_every_host_and_goes_no_further(
+    origin: World, tmp_path: Path, offered: Offered
+) -> None:
+    async with following(tmp_path / "b", origin.model.store.url) as first:
+        mine = await first.here.model.adoption.adopt(offered(simple(9)), 0)
+        async with following(tmp_path / "c", first.here.model.store.url) as second:
+            await origin.push(simple(1), 1)
+            await until(lambda: second.has(1))
+            assert [record.version for record in second.here.model.table.list()] == [1]
+            theirs = await second.here.model.adoption.adopt(offered(simple(9)), 0)
+            assert theirs.version == mine.version
+            other = await second.here.model.adoption.adopt(offered(simple(8)), 0)
+            assert other.version != mine.version
+
+
+async def test_a_number_that_is_coming_in_is_waited_for(
+    origin: World, tmp_path: Path, offered: Offered
+) -> None:
+    await origin.push(simple(1), 1)
+    async with following(tmp_path / "b", f"file://{tmp_path}/nothing") as there:
+        found = (await origin.model.store.committed("m"))[0]  # type: ignore[attr-defined]  # of a folder
+
+        async def find(_: str) -> object:
+            return found
+
+        there.follower.find = find  # type: ignore[method-assign, assignment]  # at this very moment
+        begun = await there.here.pushes.begin(begin(version=1), None)
+        with pytest.raises(WeightSyncError, match="retry when it is here") as caught:
+            await there.here.model.adoption.adopt(offered(simple(1)), 0)
+        assert caught.value.reason is Reason.PUSH_ABORTED
+        assert begun.version == 1
+
+
+async def test_updates_of_a_trainer_at_the_engine_are_refused(
+    origin: World, tmp_path: Path, offered: Offered
+) -> None:
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        model = there.here.model
+        with pytest.raises(WeightSyncError, match="takes no updates") as caught:
+            await model.adoption.receive(offered(simple(3)), {}, model.accepted)
+        assert caught.value.reason is Reason.SERVER_FOLLOWS
+        assert model.table.list() == []

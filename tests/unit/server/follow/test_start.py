@@ -1,0 +1,87 @@
+"""A follower that could never work is refused at the start; one whose origin is away is not."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.server.deltas.pushing import until
+from tests.unit.server.world import MODEL, content, simple, world
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.follow.start import FollowOptions, start_follower
+from weightsync_server.ops.metrics import Metrics
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.unit.server.world import World
+
+
+def options(url: str, disk_floor_bytes: int = 0) -> FollowOptions:
+    return FollowOptions(url, 0.02, None, None, None, None, 2, disk_floor_bytes)
+
+
+async def test_none_is_started_where_none_is_followed(here: World) -> None:
+    assert await start_follower(options(""), here.model, here.pushes, Metrics(MODEL)) is None
+    assert here.model.adoption.origin is None
+
+
+async def test_it_follows_until_it_is_stopped(origin: World, here: World) -> None:
+    url = origin.model.store.url
+    follower = await start_follower(options(url), here.model, here.pushes, Metrics(MODEL))
+    assert follower is not None
+    await origin.push(simple(1), 1)
+    await until(lambda: here.model.table.newest == 1)
+    assert here.model.table.get(1).content_digest == content(simple(1))
+    await follower.stop()
+
+
+async def test_too_little_memory_is_refused(origin: World, tmp_path: Path) -> None:
+    await origin.push(simple(1, size=100_000), 1)
+    async with world(tmp_path / "b", memory=1_000_000) as here:
+        asked = options(origin.model.store.url), here.model, here.pushes, Metrics(MODEL)
+        with pytest.raises(WeightSyncError, match=r"in 2 slots .* lower slots") as caught:
+            await start_follower(*asked)
+        assert caught.value.reason is Reason.MEMORY_EXHAUSTED
+        assert here.model.adoption.origin is None
+
+
+async def test_too_little_disk_is_refused_unless_the_version_is_here(
+    origin: World, here: World
+) -> None:
+    await origin.push(simple(1), 1)
+    full = options(origin.model.store.url, disk_floor_bytes=1 << 60)
+    with pytest.raises(WeightSyncError, match="has room for 0; free space there") as caught:
+        await start_follower(full, here.model, here.pushes, Metrics(MODEL))
+    assert caught.value.reason is Reason.DISK_EXHAUSTED
+    await here.push(simple(1), 1)
+    follower = await start_follower(full, here.model, here.pushes, Metrics(MODEL))
+    assert follower is not None
+    await follower.stop()
+
+
+async def test_a_server_that_is_away_is_waited_for(
+    here: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    metrics = Metrics(MODEL)
+    await here.push(simple(1), 3)
+    url = f"grpc://127.0.0.1:{port}"
+    follower = await start_follower(options(url), here.model, here.pushes, metrics)
+    assert follower is not None
+    assert f"{url} does not answer" in caplog.text
+    assert "version 3, which it has, is served" in caplog.text
+    value = metrics.registry.get_sample_value("weightsync_follow_origin_up", {"model": MODEL})
+    assert value == 0
+    await follower.stop()
+
+
+async def test_files_for_tls_are_read_at_once(here: World, tmp_path: Path) -> None:
+    wrong = options("grpcs://127.0.0.1:1")._replace(ca=tmp_path / "none")
+    with pytest.raises(WeightSyncError, match=r"the origin's CA .*none cannot be read") as caught:
+        await start_follower(wrong, here.model, here.pushes, Metrics(MODEL))
+    assert caught.value.reason is Reason.REQUEST_INVALID
