@@ -6,7 +6,6 @@ with the same key joins it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.engine_applier import check_capable
 from weightsync_server.engine.engine_group import EngineGroup, take_engines
+from weightsync_server.engine.group_prepare import drop_all, plans_for, prepare_all
 from weightsync_server.engine.outcome import Cause, CutoverPlan
 from weightsync_server.engine.pause_options import pause_spec
 from weightsync_server.engine.rejection import reject
@@ -71,6 +71,8 @@ class Applier:
             WeightSyncError: With the reason; the engines then serve what they served before, unless
                 the reason is ENGINE_FENCED or ENGINE_AWAY, or the sentence says otherwise.
         """
+        if not request.dry_run:
+            self._refuse_in_fleet("apply")
         spec = pause_spec(request.pause)
         _check_prepare_timeout(request)
         self._check_order(request)
@@ -84,6 +86,7 @@ class Applier:
 
     async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
         """Go back to the previous verified version and reject the one that was left."""
+        self._refuse_in_fleet("rollback")
         spec = pause_spec(request.pause)
         if len(request.reason.encode()) > _MAX_REASON_BYTES:
             raise WeightSyncError(
@@ -164,18 +167,18 @@ class Applier:
             self._check_ways(request, going, spec)
             absent = record.residency != pb.RESIDENCY_STAGED
             durable = request.require_durable or not request.HasField("require_durable")
-            targets = await self._ready(going, record, timeout, durable=durable)
+            targets = await prepare_all(going, record, timeout, durable=durable)
             if request.dry_run:
                 for one, target in zip(going, targets, strict=True):
                     predicted = one.applier.plan(target, one.live, spec, read_from_store=absent)
                     live = one.live.record.version
                     reports[one.name] = replies.planned(target, live, spec, predicted)
-                await _drop(going, targets)
+                await drop_all(going, targets)
                 return _response(group, reports)
             if request.clear_rejected:
                 await self._accept(record, going, targets)
             cause = idempotency.cause(request)
-            plans = _plans(going, targets, spec, cause)
+            plans = plans_for(going, targets, spec, cause)
             reports |= await self._carry_out(request, plans)
             reply = _response(group, reports)
             await self._done(group, plans, idempotency.pack(reply))
@@ -186,10 +189,10 @@ class Applier:
             record, left = self._way_back(group.members)
             going = [one for one in group.members if one.live.record.version != record.version]
             self._check_ways(request, going, spec)
-            targets = await self._ready(going, record, None, durable=True)
+            targets = await prepare_all(going, record, None, durable=True)
             reason = request.reason or f"rolled back to version {record.version}"
             cause = idempotency.cause(request, rejects=left, reason=reason)
-            plans = _plans(going, targets, spec, cause)
+            plans = plans_for(going, targets, spec, cause)
             reports = {
                 one.name: replies.nothing_done(one.live, spec)
                 for one in group.members
@@ -254,41 +257,6 @@ class Applier:
             )
         return self._model.table.get(back.pop()), left.pop()
 
-    async def _ready(
-        self,
-        members: Sequence[GroupMember],
-        record: VersionRecord,
-        timeout_s: float | None,
-        *,
-        durable: bool,
-    ) -> list[PreparedVersion]:
-        """Prepare a version on all engines; when one cannot, none keeps what it has prepared."""
-        if len(members) == 1:
-            (one,) = members
-            return [
-                await one.applier.ready(one.session, one.live, record, timeout_s, durable=durable)
-            ]
-        outcomes = await asyncio.gather(
-            *(
-                one.applier.ready(one.session, one.live, record, timeout_s, durable=durable)
-                for one in members
-            ),
-            return_exceptions=True,
-        )
-        ready, failure = [], None
-        for one, outcome in zip(members, outcomes, strict=True):
-            if not isinstance(outcome, BaseException):
-                ready.append((one, outcome))
-                continue
-            one.error = outcome
-            if isinstance(outcome, WeightSyncError) and failure is None:
-                outcome.message = f"engine {one.name}: {outcome.message}"
-            failure = failure or outcome
-        if failure is not None:
-            await _drop([one for one, _ in ready], [target for _, target in ready])
-            raise failure
-        return [target for _, target in ready]
-
     async def _accept(
         self,
         record: VersionRecord,
@@ -298,7 +266,7 @@ class Applier:
         try:
             await self._model.serving.accept(record.version)
         except BaseException:
-            await _drop(members, targets)
+            await drop_all(members, targets)
             raise
 
     async def _carry_out(
@@ -321,6 +289,14 @@ class Applier:
             return
         for one in plans:
             await one.member.applier.supervisor.journal.done(one.plan, answer)
+
+    def _refuse_in_fleet(self, command: str) -> None:
+        if self._host.fleet:
+            raise WeightSyncError(
+                Reason.NOT_SUPPORTED,
+                f"this host is a member of fleet {self._host.fleet}, which decides what it serves; "
+                f"use `weightsync fleet {command}`",
+            )
 
     def _check_order(self, request: Request) -> None:
         rolling = request.order == pb.ENGINE_ORDER_ROLLING
@@ -356,25 +332,8 @@ class Applier:
             )
 
 
-def _plans(
-    members: Sequence[GroupMember],
-    targets: Sequence[PreparedVersion],
-    spec: PauseSpec,
-    cause: Cause,
-) -> list[MemberPlan]:
-    return [
-        MemberPlan(one, CutoverPlan(target, one.live, spec, cause))
-        for one, target in zip(members, targets, strict=True)
-    ]
-
-
 def _without_key(plan: CutoverPlan) -> CutoverPlan:
     return CutoverPlan(plan.target, plan.base, plan.spec, Cause())
-
-
-async def _drop(members: Sequence[GroupMember], targets: Sequence[PreparedVersion]) -> None:
-    for one, target in zip(members, targets, strict=True):
-        await one.applier.drop(one.session, one.live, target)
 
 
 def _response(group: EngineGroup, reports: dict[str, pb.ApplyReport]) -> pb.ApplyVersionResponse:

@@ -164,8 +164,8 @@ class EngineApplier:
             together: What it waits for, where others do the same at once; None: nothing.
 
         Raises:
-            WeightSyncError: As `Cutover.run`. A restored target is rejected, and without
-                `together` that is in the journal.
+            WeightSyncError: As `Cutover.run`. A target that failed here is rejected; without
+                `together` that it was restored is in the journal.
         """
         target, base = plan.target, plan.base
         cutover = self.supervisor.cutover(session, together)
@@ -207,7 +207,8 @@ class EngineApplier:
         error.metadata["apply_id"] = plan.target.apply_id
         if error.reason is Reason.APPLY_RESTORED:
             self.supervisor.show(plan.base, whole=cutover.compared_all)
-            await reject(self._model.serving, plan.target.record.version, error.message)
+            if cutover.at_fault:
+                await reject(self._model.serving, plan.target.record.version, error.message)
             if alone:
                 answer = idempotency.pack_refusal(error.message)
                 await self.supervisor.journal.restored(plan, answer)

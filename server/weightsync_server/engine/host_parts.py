@@ -22,6 +22,7 @@ class HostParts:
         segments: The segment socket.
         metrics: Where the state of engines is shown.
         limits: Timeouts.
+        fleet: Whose member this host is: then that alone makes versions live; "": of none.
         joining: Who has it decides what the engines serve: an apply of all of them as long as it
             lasts, and one that is found to hold a version while it begins to serve it.
     """
@@ -29,4 +30,5 @@ class HostParts:
     segments: SegmentServer
     metrics: Metrics
     limits: ApplyLimits
+    fleet: str = ""
     joining: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -214,6 +215,19 @@ class HostJournal:
             WeightSyncError: DISK_EXHAUSTED; nothing is decided, so all go back.
         """
         await self._file.append(replace(_together("COMMIT", plans), bases={}))
+
+    async def place(self, version: int) -> None:
+        """Decide that all engines go to a version which none of them may have prepared.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED; nothing is decided.
+        """
+        ended = (one for one in self._file.newest_first() if one.event != "INTENT")
+        last = next(ended, None)
+        live, before = (last.version, last.previous) if last is not None else (0, 0)
+        previous = before if live == version else live
+        apply_id = secrets.token_hex(8)
+        await self._file.append(Entry("COMMIT", apply_id, version, previous, engine=HOST))
 
     async def done(self, plans: Mapping[str, CutoverPlan], answer: Answer) -> None:
         """Write down that all have ended well, and what their caller is answered."""

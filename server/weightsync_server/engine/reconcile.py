@@ -15,7 +15,7 @@ from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine.file_offers import offered
 from weightsync_server.engine.rejection import reject
-from weightsync_server.engine.unfinished import unfinished, write_down
+from weightsync_server.engine.unfinished import overruled, unfinished, write_down
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
@@ -157,16 +157,15 @@ class Reconciler:
         return self._journal.decided or self._served.live or self._journal.live[0]
 
     def _overruled(self, record: VersionRecord) -> bool:
-        """Tell whether another content was decided for all engines of this host together."""
-        decided = self._model.table.find(self._journal.decided)
-        return decided is not None and decided.content_digest != record.content_digest
+        return overruled(self._journal, self._model.table, record)
 
     @contextlib.asynccontextmanager
     async def _joined(self, current: PreparedVersion) -> AsyncIterator[None]:
         """Let the engine serve in the body: what it is to serve does not change meanwhile."""
+        # Who decides meanwhile sees what it holds.
+        await self._session.hold(current)
         async with self._joining:
             if self._overruled(current.record):
-                current.lease.release()
                 raise WeightSyncError(
                     Reason.ENGINE_AWAY,
                     "the engines of this host have gone on to another version; it is placed now",
@@ -270,7 +269,7 @@ class Reconciler:
 
     async def _serve_unproved(self) -> None:
         """Let an engine generate with what vLLM itself has loaded, while a load of it is made."""
-        if self._proving:
+        if self._proving or self._joining.locked():
             return
         health = await self._session.engine.health()
         try:
@@ -363,7 +362,6 @@ class Reconciler:
         return offered(self._session.segments, ask, "the engine's checkpoint")
 
     async def _record(self, current: PreparedVersion) -> None:
-        await self._session.hold(current)
         serving = self._model.serving
         if self._served.live != current.record.version:
             self._served.set_live(current.record.version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
@@ -16,18 +16,39 @@ from weightsync_server.engine.together import Together
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_server.engine.engine_group import GroupMember
     from weightsync_server.engine.journal import HostJournal
 
-__all__ = ["MemberPlan", "roll_out", "switch_together"]
+__all__ = ["Consent", "MemberPlan", "roll_out", "switch_together"]
 
 logger = logging.getLogger(__name__)
 
 #: Of what is worst for an engine, first.
 _WORST = (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY)
+
+
+#: How long until a decision that the disk refused is written again, seconds.
+_WRITE_AGAIN_S = 0.5
+
+
+class Consent(Protocol):
+    """Of others than the engines of this host.
+
+    Attributes:
+        patience_s: The longest time that it may take, seconds.
+    """
+
+    patience_s: float
+
+    async def given(self) -> None:
+        """Return when the engines, which all stand still and are proved, may go on.
+
+        Raises:
+            WeightSyncError: They may not: all go back.
+        """
 
 
 @dataclass(frozen=True)
@@ -51,13 +72,14 @@ class MemberPlan:
 
 
 async def switch_together(
-    plans: Sequence[MemberPlan], journal: HostJournal
+    plans: Sequence[MemberPlan], journal: HostJournal, consent: Consent | None = None
 ) -> dict[str, pb.ApplyReport]:
     """Return when all engines generate on the target, which none did before all were proved.
 
     Args:
-        plans: At least two engines with the same target.
+        plans: Engines with the same target.
         journal: Where the one INTENT and the one decision go; DONE must follow.
+        consent: Of others than these engines, who decide for them; None: nobody else is asked.
 
     Raises:
         WeightSyncError: APPLY_RESTORED: every engine generates on what it served. Any other: of
@@ -68,13 +90,20 @@ async def switch_together(
         await failpoints.reach("host.intent")
         await journal.intent(named)
 
-    async def decide() -> None:
+    async def write() -> None:
         with translate_os_errors("the apply"):
             await failpoints.reach("host.decide")
             await journal.commit(named)
             await failpoints.reach("host.decided")
 
-    step = Together(named, decide)
+    async def decide() -> None:
+        if consent is None:
+            await write()
+        else:
+            await consent.given()
+            await _until_written(write)
+
+    step = Together(named, decide, consent.patience_s if consent is not None else 0.0)
     outcomes = await asyncio.gather(*(one.make_live(step) for one in plans), return_exceptions=True)
     errors = _errors(named, outcomes)
     if errors:
@@ -83,6 +112,16 @@ async def switch_together(
             await journal.restored(named, idempotency.pack_refusal(failure.message))
         raise failure
     return dict(zip(named, _reports(outcomes), strict=True))
+
+
+async def _until_written(write: Callable[[], Awaitable[None]]) -> None:
+    """Write down what others have decided: nothing goes on, or back, before the disk has it."""
+    while True:
+        try:
+            return await write()
+        except WeightSyncError as error:
+            logger.critical("the engines stand still until a decision is written: %s", error)
+        await asyncio.sleep(_WRITE_AGAIN_S)
 
 
 async def roll_out(plans: Sequence[MemberPlan], max_unavailable: int) -> dict[str, pb.ApplyReport]:

@@ -21,6 +21,7 @@ from weightsync_server.engine.quarantine import QuarantinedLeases
 from weightsync_server.engine.reconcile import Reconciler
 from weightsync_server.engine.refusals import asleep
 from weightsync_server.engine.session import EngineSession
+from weightsync_server.engine.unfinished import overruled
 from weightsync_server.ops.os_errors import translate_os_errors, write_fault
 
 if TYPE_CHECKING:
@@ -143,10 +144,24 @@ class EngineSupervisor:
             return False
         return health.state is EngineState.SERVING
 
+    async def fence(self, reason: str) -> None:
+        """Have the engine stand still until it is reconciled anew; one that is away may do so.
+
+        Raises:
+            WeightSyncError: It generates still.
+        """
+        try:
+            await self._engine.fence(reason)
+        except WeightSyncError:
+            if await self.generates():
+                raise
+        self.suspect(reason)
+
     @property
-    def reason(self) -> str:
-        """Why it does not serve; empty: it does."""
-        return self._condition.reason
+    def proved(self) -> VersionRecord | None:
+        """What every rank is proved to hold, served or not; None: that is not known."""
+        live = self._session.live if self._session is not None else None
+        return live.record if live is not None else None
 
     @property
     def name(self) -> str:
@@ -346,7 +361,8 @@ class EngineSupervisor:
         if self._session is not None and self._session.ranks.hung:
             return _HEALTH_S
         if self._condition.state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
-            if self._overruled():
+            # The engines of this host may have gone on together without this one.
+            if (proved := self.proved) and overruled(self.journal, self._model.table, proved):
                 self.suspect("another version was decided for this host; it is placed")
                 return 0.0
             if self._session is not None:
@@ -354,16 +370,6 @@ class EngineSupervisor:
             return _HEALTH_S
         await self._reconcile()
         return _HEALTH_S
-
-    def _overruled(self) -> bool:
-        """Tell whether the engines of this host have gone on together without this one."""
-        live = self._session.live.record if self._session and self._session.live else None
-        decided = self._model.table.find(self.journal.decided)
-        return (
-            live is not None
-            and decided is not None
-            and decided.content_digest != live.content_digest
-        )
 
     def _version_changed(self, record: VersionRecord) -> None:
         """Load a version as soon as it is committed, not at the next look at the engine."""

@@ -26,16 +26,23 @@ class Together:
     Args:
         engines: Names of those that take part.
         decide: Makes the decision to go on last: called once, when every engine is proved.
+        patience_s: The longest time that `decide` may wait for others, seconds.
     """
 
-    def __init__(self, engines: Iterable[str], decide: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        engines: Iterable[str],
+        decide: Callable[[], Awaitable[None]],
+        patience_s: float = 0.0,
+    ) -> None:
         names = frozenset(engines)
+        self._patience_s = patience_s
         self._still = _Barrier(names, _nothing)
         self._proved = _Barrier(names, decide)
 
     def member(self, engine: str) -> Member:
         """Return the part that one engine has in it."""
-        return Member(engine, self._still, self._proved)
+        return Member(engine, self._still, self._proved, self._patience_s)
 
 
 class Member:
@@ -45,12 +52,19 @@ class Member:
         engine: Its name.
         still: Passed when all stand still.
         proved: Passed when all hold the target.
+        patience_s: The longest time that the decision may take then, seconds.
+
+    Attributes:
+        patience_s: As given.
     """
 
-    def __init__(self, engine: str, still: _Barrier, proved: _Barrier) -> None:
+    def __init__(
+        self, engine: str, still: _Barrier, proved: _Barrier, patience_s: float = 0.0
+    ) -> None:
         self._engine = engine
         self._still = still
         self._proved = proved
+        self.patience_s = patience_s
 
     @staticmethod
     def open_apply(plan: CutoverPlan) -> OpenApply:

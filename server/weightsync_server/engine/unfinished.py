@@ -8,11 +8,19 @@ from weightsync_server.engine import idempotency
 from weightsync_server.engine.journal_file import HOST
 
 if TYPE_CHECKING:
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.catalog.table import VersionTable
     from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.journal_file import Entry
     from weightsync_server.engine.outcome import PreparedVersion
 
-__all__ = ["unfinished", "write_down"]
+__all__ = ["overruled", "unfinished", "write_down"]
+
+
+def overruled(journal: Journal, table: VersionTable, proved: VersionRecord) -> bool:
+    """Tell whether other content than an engine holds was decided for all engines of this host."""
+    decided = table.find(journal.decided)
+    return decided is not None and decided.content_digest != proved.content_digest
 
 
 def unfinished(journal: Journal, current: PreparedVersion) -> Entry | None:

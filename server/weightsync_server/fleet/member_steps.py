@@ -230,6 +230,8 @@ def _serve(state: MemberState, history: History) -> Step:
             # One that comes in the midst of it does not serve what may just have been left.
             return Wait()
         return Wait() if state.failed == state.live else Resume()
+    if state.mode is Mode.SERVING and state.prepared is not None:
+        return Resume()  # which lets go of what is not to be
     if unknown := history.rejects - state.rejected:
         return Reject(min(unknown))
     newest = history.newest

@@ -1,0 +1,271 @@
+"""The engines of a host as its fleet's member drives them: real ranks, journal and gate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.server.engine.plant import Engine, hurry, limits, shards, until
+from tests.unit.server.world import MODEL, World, world
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import (
+    Applier,
+    EngineApplier,
+    EngineSet,
+    EngineSupervisor,
+    HostParts,
+    Journal,
+    JournalFile,
+    ModelParts,
+)
+from weightsync_server.fleet.fleet_plan import FleetVersion
+from weightsync_server.fleet_host.fleet_host import FleetHost
+from weightsync_server.ops.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+class Site:
+    """A server in a fleet with one engine or several; engines outlive it, as processes do."""
+
+    def __init__(self, here: World, engines: dict[str, Engine], known: EngineSet) -> None:
+        self.here, self.engines, self.known = here, engines, known
+        self.host: FleetHost
+        self.applier: Applier
+
+    def version(self, seed: int) -> FleetVersion:
+        record = self.here.model.table.get(seed)
+        return FleetVersion(record.version, record.content_digest)
+
+    async def push(self, *seeds: int) -> None:
+        for seed in seeds:
+            await self.here.push(shards(seed), seed)
+
+    def serves(self) -> set[int]:
+        return {engine.serves for engine in self.engines.values()}
+
+    async def up(self) -> None:
+        """Be let serve what is there, as by a fleet that has decided nothing."""
+        await until(lambda: self.host.live() is not None)
+        await self.host.resume()
+
+
+@contextlib.asynccontextmanager
+async def site(folder: Path, engines: dict[str, Engine]) -> AsyncIterator[Site]:
+    async with world(folder, store=f"file://{folder / 'store'}", slots=3) as here:
+        file = JournalFile(folder / "journal", here.model.store.url)
+        shared = HostParts(here.server, Metrics(MODEL), limits(), fleet="f")
+        parts, known = ModelParts.of(here.model), EngineSet(file)
+        for name, engine in engines.items():
+            supervisor = EngineSupervisor(engine, parts, shared, Journal(file, name), lambda: None)
+            known.add(EngineApplier(supervisor, parts, shared))
+        it = Site(here, engines, known)
+        it.applier = Applier(known, parts, shared)
+        it.host = FleetHost(known, parts, shared, undecided_s=3)
+        await it.host.begin()
+        known.start()
+        try:
+            yield it
+        finally:
+            await it.host.stop()
+            await known.stop()
+            file.close()
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+@pytest.fixture(params=[1, 2])
+def engines(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
+    names = [f"e{number}" for number in range(request.param)]
+    return {name: Engine(tmp_path / "segments.sock") for name in names}
+
+
+async def test_nothing_is_served_before_the_member_has_spoken(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await until(lambda: it.host.live() is not None)
+        await asyncio.sleep(0.3)
+        assert it.serves() == {0}
+        await it.host.resume()
+        assert it.serves() == {1}
+
+
+async def test_a_barrier_that_is_committed(tmp_path: Path, engines: dict[str, Engine]) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        await it.host.prepare(it.version(2))
+        assert it.serves() == {1}
+        await it.host.pause()
+        assert it.serves() == {0}
+        assert it.host.live() == it.version(1)
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
+        assert it.host.live() == it.version(2)
+
+
+async def test_a_barrier_that_is_called_off_rejects_nothing(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        await it.host.prepare(it.version(2))
+        await it.host.pause()
+        await it.host.resume()
+        assert it.serves() == {1}
+        assert it.here.model.table.get(2).serving != pb.SERVING_REJECTED
+        # And once more, without a pause of its own.
+        await it.host.prepare(it.version(2))
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
+
+
+async def test_what_was_prepared_is_dropped(tmp_path: Path, engines: dict[str, Engine]) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2, 3)
+        await it.host.prepare(it.version(2))
+        await it.host.prepare(it.version(3))
+        await it.host.resume()
+        assert it.serves() == {1}
+        await until(lambda: all(not one.apply_id for one in it.known.supervisors))
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
+
+
+@pytest.mark.parametrize("decided", [1, 2])
+async def test_a_fence_while_undecided_lasts_until_the_decision(
+    tmp_path: Path, engines: dict[str, Engine], decided: int
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        await it.host.prepare(it.version(2))
+        await it.host.pause()
+        await it.host.fence("nobody tells what was decided")
+        await until(lambda: it.host.live() is not None)
+        await asyncio.sleep(0.5)
+        assert it.serves() == {0}
+        assert it.host.live() == it.version(1)
+        if decided == 2:
+            await it.host.prepare(it.version(2))
+            await it.host.commit(it.version(2))
+        else:
+            await it.host.resume()
+        assert it.serves() == {decided}
+        await it.here.model.stager.stage(1, 5)
+
+
+async def test_a_server_that_dies_while_paused_comes_back_and_asks(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        await it.host.prepare(it.version(2))
+        await it.host.pause()
+    assert {engine.serves for engine in engines.values()} == {0}
+    async with site(tmp_path, engines) as it:
+        await until(lambda: it.host.live() is not None)
+        await asyncio.sleep(0.5)
+        assert it.serves() == {0}
+        # Nothing was decided here: it holds what it held before.
+        assert it.host.live() == it.version(1)
+        await it.host.prepare(it.version(2))
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
+
+
+async def test_an_engine_that_cannot_prove_takes_the_host_back(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        await it.host.prepare(it.version(2))
+        it.engines["e0"].wrong = [b"\x09" * 256]
+        with pytest.raises(WeightSyncError) as caught:
+            await it.host.pause()
+        assert caught.value.reason is Reason.APPLY_RESTORED
+        assert it.serves() == {1}
+
+
+async def test_a_commit_that_fails_serves_nothing(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        await it.host.prepare(it.version(2))
+        it.engines["e0"].wrong = [b"\x09" * 256]
+        with pytest.raises(WeightSyncError):
+            await it.host.commit(it.version(2))
+        await asyncio.sleep(0.3)
+        assert it.serves() == {0}
+        await until(lambda: it.host.live() == it.version(1))
+        await it.host.resume()
+        assert it.serves() == {1}
+
+
+async def test_a_decision_that_the_disk_refuses_is_written_again(
+    tmp_path: Path, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        await it.host.prepare(it.version(2))
+        await it.host.pause()
+        write = it.known.journal.write
+        refused: list[Any] = []
+
+        def full_once(entry: Any) -> None:
+            if entry.event == "COMMIT" and not refused:
+                refused.append(entry)
+                raise OSError(28, "No space left on device")
+            write(entry)
+
+        monkeypatch.setattr(it.known.journal, "write", full_once)
+        await it.host.commit(it.version(2))
+        assert len(refused) == 1
+        assert it.serves() == {2}
+
+
+async def test_it_rejects_by_content_and_knows_what_is_not_here(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        await it.host.reject(it.version(2).digest)
+        assert it.here.model.table.get(2).serving == pb.SERVING_REJECTED
+        with pytest.raises(WeightSyncError, match="start this server with --follow") as caught:
+            await it.host.prepare(FleetVersion(7, "ab" * 16))
+        assert caught.value.reason is Reason.VERSION_UNKNOWN
+        assert it.serves() == {1}
+
+
+async def test_only_the_fleet_makes_versions_live(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        with pytest.raises(WeightSyncError, match="use `weightsync fleet apply`") as caught:
+            await it.applier.apply(pb.ApplyVersionRequest(model=MODEL, version=2))
+        assert caught.value.reason is Reason.NOT_SUPPORTED
+        with pytest.raises(WeightSyncError, match="use `weightsync fleet rollback`"):
+            await it.applier.rollback(pb.RollbackRequest(model=MODEL))
+        plan = await it.applier.apply(pb.ApplyVersionRequest(model=MODEL, version=2, dry_run=True))
+        assert plan.report.outcome == pb.APPLY_OUTCOME_PLANNED
+        assert it.serves() == {1}
