@@ -29,6 +29,7 @@ from weightsync_client.errors import (
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
+    FleetChoices,
     PushOptions,
     Retry,
     RollbackOptions,
@@ -37,7 +38,7 @@ from weightsync_client.options import (
 )
 from weightsync_client.pull import PulledTensor
 from weightsync_client.push.handle import PushHandle
-from weightsync_client.rpc import calls, convert
+from weightsync_client.rpc import calls, convert, fleet_calls
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, call_again_async
 from weightsync_client.source.modules import is_module
@@ -218,6 +219,28 @@ class AsyncClient:
         return await self._insist(
             calls.rollback(await self.model(), reason, options, self._link.timeouts)
         )
+
+    async def fleet_apply(self, version: int, **options: Unpack[FleetChoices]) -> types.FleetReport:
+        """Make a version live on every member of the server's fleet, or on none."""
+        check_options("fleet_apply", options, FleetChoices)
+        timeouts = self._link.timeouts
+        return await self._insist(
+            fleet_calls.fleet_apply(await self.model(), version, options, timeouts)
+        )
+
+    async def fleet_rollback(
+        self, reason: str = "", **options: Unpack[FleetChoices]
+    ) -> types.FleetReport:
+        """Go back to the fleet's commit before, and reject the content that is left everywhere."""
+        check_options("fleet_rollback", options, FleetChoices)
+        timeouts = self._link.timeouts
+        return await self._insist(
+            fleet_calls.fleet_rollback(await self.model(), reason, options, timeouts)
+        )
+
+    async def fleet_status(self) -> types.FleetStatus:
+        """Tell what the server's fleet has decided, and where its members are."""
+        return await self._invoke(fleet_calls.fleet_status(await self.model(), self._link.timeouts))
 
     async def verify(self, version: int = 0, *, engine: str = "") -> types.Verification:
         """Prove what every rank serves, from its live parameters; `engine` names one engine."""

@@ -30,6 +30,7 @@ from weightsync_client.options import (
     DEFAULT_ADDRESS,
     SHARD_BYTES,
     ApplyOptions,
+    FleetChoices,
     PushOptions,
     Retry,
     RollbackOptions,
@@ -40,7 +41,7 @@ from weightsync_client.pull import PulledTensor, Puller
 from weightsync_client.push.handle import PushHandle
 from weightsync_client.push.history import PushHistory
 from weightsync_client.push.policy import PushPolicy
-from weightsync_client.rpc import calls, convert
+from weightsync_client.rpc import calls, convert, fleet_calls
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, call_again
 from weightsync_client.source.source import PushSource, make_source
@@ -248,6 +249,29 @@ class Client:
         """
         check_options("rollback", options, RollbackOptions)
         return self._insist(calls.rollback(self.model, reason, options, self._link.timeouts))
+
+    def fleet_apply(self, version: int, **options: Unpack[FleetChoices]) -> types.FleetReport:
+        """Make a version live on every member of the server's fleet, by one decision, or on none.
+
+        Args:
+            version: Its number.
+            **options: See `FleetChoices`.
+        """
+        check_options("fleet_apply", options, FleetChoices)
+        timeouts = self._link.timeouts
+        return self._insist(fleet_calls.fleet_apply(self.model, version, options, timeouts))
+
+    def fleet_rollback(
+        self, reason: str = "", **options: Unpack[FleetChoices]
+    ) -> types.FleetReport:
+        """Go back to the fleet's commit before, and reject the content that is left everywhere."""
+        check_options("fleet_rollback", options, FleetChoices)
+        timeouts = self._link.timeouts
+        return self._insist(fleet_calls.fleet_rollback(self.model, reason, options, timeouts))
+
+    def fleet_status(self) -> types.FleetStatus:
+        """Tell what the server's fleet has decided, and where its members are."""
+        return self._invoke(fleet_calls.fleet_status(self.model, self._link.timeouts))
 
     def verify(self, version: int = 0, *, engine: str = "") -> types.Verification:
         """Prove what every rank serves, from its live parameters.

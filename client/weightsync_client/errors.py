@@ -179,6 +179,7 @@ _ACTIONS: Mapping[str, str] = MappingProxyType(
         "PullWeights": "the pull",
         "VerifyVersion": "the verification",
         "GetStatus": "the query for the status",
+        "GetFleetStatus": "the query for the state of the fleet",
         "Check": "the health check",
     }
 )

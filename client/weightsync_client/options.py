@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
-from weightsync_client.types import CacheMode, EngineOrder, PauseMode
+from weightsync_client.types import CacheMode, EngineOrder, FleetOrder, PauseMode
 
 __all__ = [
     "CHUNK_BYTES",
@@ -197,6 +197,23 @@ class EngineChoices(TypedDict, total=False):
 
 class RollbackOptions(PauseChoices, EngineChoices, total=False):
     """Keyword options of `rollback`: those of `PauseChoices` and `EngineChoices`."""
+
+
+class FleetChoices(TypedDict, total=False):
+    """Keyword options of `fleet_apply` and `fleet_rollback`.
+
+    Attributes:
+        order: "rolling" (default): wave by wave, while the others generate; a wave that fails stops
+            it, and those that went before go back. "barrier": all stand still until one decision.
+        max_unavailable: With "rolling": members away at once; default: as the server is set.
+        idempotency_key: As in `PauseChoices`.
+        timeout_s: Instead of `Timeouts.apply_s`.
+    """
+
+    order: FleetOrder | str
+    max_unavailable: int
+    idempotency_key: str
+    timeout_s: float
 
 
 class ApplyOptions(PauseChoices, EngineChoices, total=False):

@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from weightsync_client.engine_types import EngineOrder, EngineProof, EngineState, EngineStatus
+from weightsync_client.fleet_types import (
+    FleetMemberReport,
+    FleetMemberStatus,
+    FleetOrder,
+    FleetReport,
+    FleetStatus,
+)
 from weightsync_client.push_reasons import Fallback, Streamed, Way
 from weightsync_client.rank_types import LoaderState, LoaderStatus, RankResult, Transform
 
@@ -22,6 +29,11 @@ __all__ = [
     "EngineReport",
     "EngineState",
     "EngineStatus",
+    "FleetMemberReport",
+    "FleetMemberStatus",
+    "FleetOrder",
+    "FleetReport",
+    "FleetStatus",
     "LayoutCheck",
     "LiveCheck",
     "LoaderState",

@@ -34,6 +34,7 @@ from weightsync_server.engine import (
 )
 from weightsync_server.engine.journal import live_in_store
 from weightsync_server.engines import EngineOptions, open_engines
+from weightsync_server.fleet_host.fleet_service import FleetOptions, FleetService
 from weightsync_server.follow.start import FollowOptions, start_follower
 from weightsync_server.gauges import track
 from weightsync_server.http_api import HttpApi, InnerCalls
@@ -47,6 +48,7 @@ from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.process_tuning import tune_process
 from weightsync_server.ops.state_lock import StateLock
 from weightsync_server.push import PushLimits, PushService, start_lending
+from weightsync_server.register.etcd_tls import EtcdTls
 from weightsync_server.residency.budget import SegmentBudget
 from weightsync_server.residency.segments import SegmentAllocator
 from weightsync_server.rpc import (
@@ -178,7 +180,7 @@ class App:
         self._nodes = NodeGroup(segments)
         parts = ModelParts.of(model, self._nodes)
         announcer = Announcer(health_service)
-        host = HostParts(segments, metrics, _apply_limits(settings))
+        host = HostParts(segments, metrics, _apply_limits(settings), settings.fleet)
         engines = await open_engines(
             _engine_options(settings, self._engine_args),
             parts,
@@ -190,10 +192,13 @@ class App:
         )
         applier = Applier(engines.set, parts, host)
         engines.receive_updates(applier)
+        fleet = FleetService.of(_fleet_options(settings), engines.set, parts, host)
+        if fleet is not None:
+            stack.push_async_callback(fleet.stop)
         processes = Processes(fetchers, ingesters)
         status = StatusSource(model, pushes, engines.set, processes, metrics)
         servicer = WeightSyncServicer(
-            model, pushes, applier, status, lender, ingesters.endpoints, settings.follow
+            model, pushes, applier, status, lender, ingesters.endpoints, settings.follow, fleet
         )
         track(metrics, model, processes, pushes)
         census = InvariantMonitor(
@@ -216,12 +221,19 @@ class App:
         # Before the engine: what it starts on may be a version of the origin.
         if follower := await start_follower(_follow_options(settings), model, pushes, metrics):
             stack.push_async_callback(follower.stop)
+        if fleet is not None:
+            # What its engines begin to serve is said by its fleet.
+            await fleet.host.begin()
         engines.set.start()
         stack.push_async_callback(engines.set.stop)
         stack.push_async_callback(self._drain, applier)
         engines.start_updates()
         stack.push_async_callback(engines.stop_updates)
+        if fleet is not None:
+            stack.push_async_callback(fleet.leave)
         await self._listen(stack, health_service, ingesters, verbs)
+        if fleet is not None:
+            fleet.start(self.addresses[0])
         # Before the drain: a watch never ends by itself, nor does a node's call.
         stack.callback(model.feed.close)
         stack.callback(self._nodes.close)
@@ -373,6 +385,28 @@ def _follow_options(settings: Settings) -> FollowOptions:
         settings.follow_token_file,
         settings.slots,
         settings.disk_floor_bytes,
+    )
+
+
+def _fleet_options(settings: Settings) -> FleetOptions | None:
+    if not settings.fleet:
+        return None
+    if settings.engine_names == ["none"]:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "a member of a fleet has engines, and --engine is none; name them, or leave out "
+            "--fleet and --fleet-register",
+        )
+    files = settings.fleet_ca, settings.fleet_cert, settings.fleet_key
+    return FleetOptions(
+        settings.fleet,
+        settings.fleet_register,
+        EtcdTls(*files) if any(files) else None,
+        settings.fleet_member,
+        settings.fleet_limits,
+        settings.max_unavailable,
+        settings.state_dir / "fleet.json",
+        bool(settings.follow),
     )
 
 

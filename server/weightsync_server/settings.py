@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from weightsync.wire.addresses import is_loopback, is_private
 from weightsync_server.auth import Endpoint, ListenerOptions
 from weightsync_server.engine.engine_names import check_engines
+from weightsync_server.fleet_host.fleet_settings import FleetSettings
 from weightsync_server.follow.follow_url import check_follow
 from weightsync_server.node_host.node_url import check_node
 from weightsync_server.store.protocol import MODEL_NAME
@@ -60,7 +61,7 @@ def _check_host_port(name: str, written: str, example: int) -> None:
         raise ValueError(f"{name} must be HOST:PORT, such as 127.0.0.1:{example}, not {written!r}")
 
 
-class Settings(BaseSettings):
+class Settings(FleetSettings, BaseSettings):
     """Settings of weightsync-server: flags win over WEIGHTSYNC_* variables.
 
     A setting of several values takes its flag several times, or commas between them, or a JSON

@@ -477,6 +477,30 @@ it, and those that went before go back.
 """
 Global___EngineOrder: _TypeAlias = EngineOrder  # noqa: Y015
 
+class _Scope:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ScopeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Scope.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SCOPE_UNSPECIFIED: _Scope.ValueType  # 0
+    """SCOPE_HOST."""
+    SCOPE_HOST: _Scope.ValueType  # 1
+    """The engines of this server, or the one that is named."""
+    SCOPE_FLEET: _Scope.ValueType  # 2
+    """Every member of the fleet that this server is a member of. Needs the fleet role."""
+
+class Scope(_Scope, metaclass=_ScopeEnumTypeWrapper):
+    """Whose engines a call is about."""
+
+SCOPE_UNSPECIFIED: Scope.ValueType  # 0
+"""SCOPE_HOST."""
+SCOPE_HOST: Scope.ValueType  # 1
+"""The engines of this server, or the one that is named."""
+SCOPE_FLEET: Scope.ValueType  # 2
+"""Every member of the fleet that this server is a member of. Needs the fleet role."""
+Global___Scope: _TypeAlias = Scope  # noqa: Y015
+
 @_typing.final
 class AcquireEpochRequest(_message.Message):
     """Asks for the writer's epoch of a model."""
@@ -1496,6 +1520,7 @@ class ApplyVersionRequest(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     MAX_UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
@@ -1519,6 +1544,11 @@ class ApplyVersionRequest(_message.Message):
     """In which order several engines take it."""
     max_unavailable: _builtins.int
     """With ENGINE_ORDER_ROLLING: engines that may be away at once; default 1."""
+    scope: Global___Scope.ValueType
+    """Whose engines. With SCOPE_FLEET the version is named, order is TOGETHER for a barrier, in which
+    all members stand still until one decision, or ROLLING, the default, and max_unavailable counts
+    members; the answer comes when that is decided and done by all members that can be reached.
+    """
     @_builtins.property
     def pause(self) -> Global___PauseOptions:
         """How to pause."""
@@ -1541,10 +1571,11 @@ class ApplyVersionRequest(_message.Message):
         engine: _builtins.str = ...,
         order: Global___EngineOrder.ValueType = ...,
         max_unavailable: _builtins.int = ...,
+        scope: Global___Scope.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "clear_rejected", b"clear_rejected", "dry_run", b"dry_run", "engine", b"engine", "idempotency_key", b"idempotency_key", "max_unavailable", b"max_unavailable", "model", b"model", "order", b"order", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "clear_rejected", b"clear_rejected", "dry_run", b"dry_run", "engine", b"engine", "idempotency_key", b"idempotency_key", "max_unavailable", b"max_unavailable", "model", b"model", "order", b"order", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable", "scope", b"scope", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__require_durable: _TypeAlias = _typing.Literal["require_durable"]  # noqa: Y015
     _WhichOneofArgType__require_durable: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable"]  # noqa: Y015
@@ -1892,6 +1923,7 @@ class ApplyVersionResponse(_message.Message):
 
     REPORT_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    FLEET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def report(self) -> Global___ApplyReport:
         """What was done. Of several engines: their sums and their slowest, no ranks."""
@@ -1900,19 +1932,122 @@ class ApplyVersionResponse(_message.Message):
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineReport]:
         """Each engine of the host, or the one that was named, in the order of their names."""
 
+    @_builtins.property
+    def fleet(self) -> Global___FleetReport:
+        """With SCOPE_FLEET: what the fleet has done; then the others are not set."""
+
     def __init__(
         self,
         *,
         report: Global___ApplyReport | None = ...,
         engines: _abc.Iterable[Global___EngineReport] | None = ...,
+        fleet: Global___FleetReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "fleet", b"fleet", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ApplyVersionResponse: _TypeAlias = ApplyVersionResponse  # noqa: Y015
+
+@_typing.final
+class FleetReport(_message.Message):
+    """What a fleet has decided, and how far its members have come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    DECISION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    DECISIONS_NEEDED_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    apply: _builtins.int
+    """Number of the apply in the fleet; 0: there was none yet."""
+    version: _builtins.int
+    """The version that it was about."""
+    content_digest: _builtins.str
+    """Digest of its content."""
+    decision: _builtins.str
+    """COMMIT, ABORT, or empty while it is not decided."""
+    reason: _builtins.str
+    """Why, where it is ABORT."""
+    order: _builtins.str
+    """barrier or rolling."""
+    decisions: _builtins.int
+    """Decisions that were made, of how many: a rolling apply takes one a wave, and one more."""
+    decisions_needed: _builtins.int
+    """How many it takes."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetMemberReport]:
+        """Every member of it, in the order of their names."""
+
+    def __init__(
+        self,
+        *,
+        apply: _builtins.int = ...,
+        version: _builtins.int = ...,
+        content_digest: _builtins.str = ...,
+        decision: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        order: _builtins.str = ...,
+        decisions: _builtins.int = ...,
+        decisions_needed: _builtins.int = ...,
+        members: _abc.Iterable[Global___FleetMemberReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "content_digest", b"content_digest", "decision", b"decision", "decisions", b"decisions", "decisions_needed", b"decisions_needed", "members", b"members", "order", b"order", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetReport: _TypeAlias = FleetReport  # noqa: Y015
+
+@_typing.final
+class FleetMemberReport(_message.Message):
+    """How far one member has come with an apply."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WAVE_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    wave: _builtins.int
+    """Number of the decision that lets it go on, from 1."""
+    prepared: _builtins.bool
+    """The version lies ready on every rank."""
+    ready: _builtins.bool
+    """It stands still, in a barrier."""
+    done: _builtins.bool
+    """The version is live."""
+    reason: _builtins.str
+    """What it could not do, and why; empty: nothing failed."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        wave: _builtins.int = ...,
+        prepared: _builtins.bool = ...,
+        ready: _builtins.bool = ...,
+        done: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "name", b"name", "prepared", b"prepared", "ready", b"ready", "reason", b"reason", "wave", b"wave"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetMemberReport: _TypeAlias = FleetMemberReport  # noqa: Y015
 
 @_typing.final
 class RollbackRequest(_message.Message):
@@ -1927,6 +2062,7 @@ class RollbackRequest(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     MAX_UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     idempotency_key: _builtins.str
@@ -1939,6 +2075,10 @@ class RollbackRequest(_message.Message):
     """As in ApplyVersionRequest."""
     max_unavailable: _builtins.int
     """As in ApplyVersionRequest."""
+    scope: Global___Scope.ValueType
+    """As in ApplyVersionRequest. A fleet goes back to the version of the COMMIT before, and rejects the
+    content that is left on every member.
+    """
     @_builtins.property
     def pause(self) -> Global___PauseOptions:
         """How to pause."""
@@ -1953,10 +2093,11 @@ class RollbackRequest(_message.Message):
         engine: _builtins.str = ...,
         order: Global___EngineOrder.ValueType = ...,
         max_unavailable: _builtins.int = ...,
+        scope: Global___Scope.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "idempotency_key", b"idempotency_key", "max_unavailable", b"max_unavailable", "model", b"model", "order", b"order", "pause", b"pause", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "idempotency_key", b"idempotency_key", "max_unavailable", b"max_unavailable", "model", b"model", "order", b"order", "pause", b"pause", "reason", b"reason", "scope", b"scope"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1971,6 +2112,7 @@ class RollbackResponse(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     REJECTED_VERSION_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    FLEET_FIELD_NUMBER: _builtins.int
     rejected_version: _builtins.int
     """The version that was left and is now rejected; 0: it could not be."""
     @_builtins.property
@@ -1981,16 +2123,21 @@ class RollbackResponse(_message.Message):
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineReport]:
         """As in ApplyVersionResponse."""
 
+    @_builtins.property
+    def fleet(self) -> Global___FleetReport:
+        """With SCOPE_FLEET: what the fleet has done; then the others are not set."""
+
     def __init__(
         self,
         *,
         report: Global___ApplyReport | None = ...,
         rejected_version: _builtins.int = ...,
         engines: _abc.Iterable[Global___EngineReport] | None = ...,
+        fleet: Global___FleetReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "rejected_version", b"rejected_version", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "fleet", b"fleet", "rejected_version", b"rejected_version", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2682,6 +2829,130 @@ class GetStatusRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
+
+@_typing.final
+class GetFleetStatusRequest(_message.Message):
+    """Asks for the state of a fleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name; empty: any."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetFleetStatusRequest: _TypeAlias = GetFleetStatusRequest  # noqa: Y015
+
+@_typing.final
+class FleetMember(_message.Message):
+    """A member of a fleet, as it says in the register."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    LIVE_VERSION_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    address: _builtins.str
+    """Where its server listens."""
+    live_version: _builtins.int
+    """The version that its engines hold; 0: none, or different ones."""
+    content_digest: _builtins.str
+    """Digest of its content."""
+    state: _builtins.str
+    """serving, paused or fenced."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        live_version: _builtins.int = ...,
+        content_digest: _builtins.str = ...,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "content_digest", b"content_digest", "live_version", b"live_version", "name", b"name", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetMember: _TypeAlias = FleetMember  # noqa: Y015
+
+@_typing.final
+class GetFleetStatusResponse(_message.Message):
+    """The state of a fleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FLEET_FIELD_NUMBER: _builtins.int
+    REGISTER_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    DECIDED_VERSION_FIELD_NUMBER: _builtins.int
+    DECIDED_DIGEST_FIELD_NUMBER: _builtins.int
+    SKEW_FIELD_NUMBER: _builtins.int
+    UNDECIDED_FIELD_NUMBER: _builtins.int
+    READ_AGE_FIELD_NUMBER: _builtins.int
+    fleet: _builtins.str
+    """Name of the fleet."""
+    register: _builtins.str
+    """Where it decides, without what is secret."""
+    member: _builtins.str
+    """Name of the member that answers."""
+    decided_version: _builtins.int
+    """What every member is to serve, as decided; 0: nothing was."""
+    decided_digest: _builtins.str
+    """Digest of its content."""
+    skew: _builtins.int
+    """By how many commits the member that is furthest behind is behind."""
+    undecided: _builtins.int
+    """Members that stand still and do not know the decision."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetMember]:
+        """Members that are there, in the order of their names."""
+
+    @_builtins.property
+    def newest(self) -> Global___FleetReport:
+        """The newest apply."""
+
+    @_builtins.property
+    def read_age(self) -> _duration_pb2.Duration:
+        """How long ago the answering member read the register; not set: it has not, since it started."""
+
+    def __init__(
+        self,
+        *,
+        fleet: _builtins.str = ...,
+        register: _builtins.str = ...,
+        member: _builtins.str = ...,
+        members: _abc.Iterable[Global___FleetMember] | None = ...,
+        newest: Global___FleetReport | None = ...,
+        decided_version: _builtins.int = ...,
+        decided_digest: _builtins.str = ...,
+        skew: _builtins.int = ...,
+        undecided: _builtins.int = ...,
+        read_age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "read_age", b"read_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided_digest", b"decided_digest", "decided_version", b"decided_version", "fleet", b"fleet", "member", b"member", "members", b"members", "newest", b"newest", "read_age", b"read_age", "register", b"register", "skew", b"skew", "undecided", b"undecided"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetFleetStatusResponse: _TypeAlias = GetFleetStatusResponse  # noqa: Y015
 
 @_typing.final
 class SlotStatus(_message.Message):

@@ -115,6 +115,11 @@ class WeightSyncStub:
                 request_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetFleetStatus = channel.unary_unary(
+                '/weightsync.v1.WeightSync/GetFleetStatus',
+                request_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusRequest.SerializeToString,
+                response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusResponse.FromString,
+                _registered_method=True)
 
 
 class WeightSyncServicer:
@@ -239,6 +244,13 @@ class WeightSyncServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetFleetStatus(self, request, context):
+        """Tells what the fleet that this server is a member of has decided, and where its members are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightSyncServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -321,6 +333,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetStatusRequest.FromString,
                     response_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetFleetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetFleetStatus,
+                    request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusRequest.FromString,
+                    response_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -756,6 +773,33 @@ class WeightSync:
             '/weightsync.v1.WeightSync/GetStatus',
             weightsync_dot_v1_dot_weightsync__pb2.GetStatusRequest.SerializeToString,
             weightsync_dot_v1_dot_weightsync__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFleetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightsync.v1.WeightSync/GetFleetStatus',
+            weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusRequest.SerializeToString,
+            weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -94,6 +94,8 @@ class WeightSyncStub:
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]
     """Tells the state of the server, engine, ranks, slots, pushes and invariants."""
+    GetFleetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetFleetStatusRequest, _weightsync_pb2.GetFleetStatusResponse]
+    """Tells what the fleet that this server is a member of has decided, and where its members are."""
 
 @_typing.type_check_only
 class WeightSyncAsyncStub(WeightSyncStub):
@@ -143,6 +145,8 @@ class WeightSyncAsyncStub(WeightSyncStub):
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Tells the state of the server, engine, ranks, slots, pushes and invariants."""
+    GetFleetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetFleetStatusRequest, _weightsync_pb2.GetFleetStatusResponse]  # type: ignore[assignment]
+    """Tells what the fleet that this server is a member of has decided, and where its members are."""
 
 class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
     """Moves a trainer's new weights into running generators."""
@@ -285,5 +289,13 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetStatusResponse, _abc.Awaitable[_weightsync_pb2.GetStatusResponse]]:
         """Tells the state of the server, engine, ranks, slots, pushes and invariants."""
+
+    @_abc_1.abstractmethod
+    def GetFleetStatus(
+        self,
+        request: _weightsync_pb2.GetFleetStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weightsync_pb2.GetFleetStatusResponse, _abc.Awaitable[_weightsync_pb2.GetFleetStatusResponse]]:
+        """Tells what the fleet that this server is a member of has decided, and where its members are."""
 
 def add_WeightSyncServicer_to_server(servicer: WeightSyncServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

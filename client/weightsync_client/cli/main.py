@@ -12,7 +12,7 @@ import typer
 
 from weightsync import __version__
 from weightsync_client.access import VARIABLES
-from weightsync_client.cli import diff_command, version_commands, weight_commands
+from weightsync_client.cli import diff_command, fleet_commands, version_commands, weight_commands
 from weightsync_client.cli.exit_codes import MEANINGS, ExitCode, exit_code
 from weightsync_client.errors import ClientError
 
@@ -46,6 +46,7 @@ _CALLS = {
     "PullWeights": "pull",
     "VerifyVersion": "verify",
     "GetStatus": "status",
+    "GetFleetStatus": "fleet status",
 }
 _CALL = re.compile(rf"\b({'|'.join(_CALLS)})\b")
 
@@ -73,6 +74,7 @@ for command in (
     weight_commands.abort,
 ):
     app.command()(command)
+app.add_typer(fleet_commands.fleet)
 
 
 def _show_version(*, wanted: bool) -> None:

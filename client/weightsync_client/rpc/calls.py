@@ -42,6 +42,8 @@ __all__ = [
     "get_version",
     "health",
     "list_versions",
+    "made_key",
+    "most_unavailable",
     "pin_version",
     "rollback",
     "single_model",
@@ -124,12 +126,17 @@ def _choose_engines(
     request.engine = text("engine", options.get("engine") or "")
     if order := options.get("order"):
         request.order = pb.EngineOrder.Value(_choice(types.EngineOrder, order, "order"))
-    unavailable = whole_number("max_unavailable", options.get("max_unavailable", 0))
-    request.max_unavailable = min(unavailable, _MOST_UNAVAILABLE)
+    request.max_unavailable = most_unavailable(options.get("max_unavailable", 0))
 
 
-def _key(options: PauseChoices) -> str:
-    return text("idempotency_key", options.get("idempotency_key") or uuid.uuid4().hex)
+def most_unavailable(number: int) -> int:
+    """Return how many may be away, as a message carries it."""
+    return min(whole_number("max_unavailable", number), _MOST_UNAVAILABLE)
+
+
+def made_key(key: str | None) -> str:
+    """Return an idempotency key, or a new one."""
+    return text("idempotency_key", key or uuid.uuid4().hex)
 
 
 def acquire_epoch(model: str, holder: str, timeouts: Timeouts) -> Call[int]:
@@ -174,7 +181,7 @@ def apply_version(
     request = pb.ApplyVersionRequest(
         model=model,
         version=whole_number("version", version),
-        idempotency_key=_key(options),
+        idempotency_key=made_key(options.get("idempotency_key")),
         pause=_pause_options(options),
         dry_run=flag("dry_run", options.get("dry_run") or False),
         clear_rejected=flag("clear_rejected", options.get("clear_rejected") or False),
@@ -195,7 +202,7 @@ def rollback(
     """Go back to the previous version."""
     request = pb.RollbackRequest(
         model=model,
-        idempotency_key=_key(options),
+        idempotency_key=made_key(options.get("idempotency_key")),
         pause=_pause_options(options),
         reason=text("reason", reason),
     )

@@ -81,7 +81,9 @@ _APPLY = frozenset({Role.APPLY, Role.FLEET})
 _ANY = _PUSH | _APPLY | _READ
 #: Servers of other hosts: what they do not need, they may not ask.
 _FOLLOW, _MEMBER = (frozenset({role}) for role in (Role.FOLLOW, Role.MEMBER))
-_CLEARING = (Reserved("clear_rejected", Role.ADMIN),)
+_CLEARING = Reserved("clear_rejected", Role.ADMIN)
+#: `SCOPE_FLEET`.
+_FLEET = Reserved("scope", Role.FLEET, 2)
 _OURS = "/weightsync.v1.WeightSync"
 #: The method that ingest processes serve.
 PUSH_WEIGHTS = f"{_OURS}/PushWeights"
@@ -95,13 +97,14 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_OURS}/CommitPush": Rule(_PUSH, changes=True),
         f"{_OURS}/AbortPush": Rule(_PUSH, changes=True),
         f"{_OURS}/GetPush": Rule(_PUSH | _READ),
-        f"{_OURS}/ApplyVersion": Rule(_APPLY, changes=True, reserved=_CLEARING),
-        f"{_OURS}/Rollback": Rule(_APPLY, changes=True),
+        f"{_OURS}/ApplyVersion": Rule(_APPLY, changes=True, reserved=(_CLEARING, _FLEET)),
+        f"{_OURS}/Rollback": Rule(_APPLY, changes=True, reserved=(_FLEET,)),
         f"{_OURS}/VerifyVersion": Rule(_APPLY | _READ),
         f"{_OURS}/ListVersions": Rule(_ANY | _FOLLOW),
         f"{_OURS}/GetVersion": Rule(_ANY | _FOLLOW),
         f"{_OURS}/WatchVersions": Rule(_ANY | _FOLLOW),
         f"{_OURS}/GetStatus": Rule(_ANY),
+        f"{_OURS}/GetFleetStatus": Rule(_ANY),
         f"{_OURS}/PullWeights": Rule(_READ | _FOLLOW),
         f"{_OURS}/PinVersion": Rule(_ADMIN, changes=True),
         f"{_OURS}/DeleteVersion": Rule(_ADMIN, changes=True),

@@ -30,7 +30,12 @@ from weightsync_server.fleet.fleet_keys import (
 from weightsync_server.fleet.fleet_plan import ApplyPhase, FleetPlan, Kind, Verdict, divide
 from weightsync_server.fleet.fleet_records import decode_member, encode_plan, encode_roster
 from weightsync_server.fleet.history_compaction import compact
-from weightsync_server.fleet.plan_checks import check_new, previous_of, rollback_target
+from weightsync_server.fleet.plan_checks import (
+    check_new,
+    planned_with,
+    previous_of,
+    rollback_target,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -128,32 +133,41 @@ class Coordinator:
         self._limits, self._on_progress = limits, on_progress
         self._reader = HistoryReader(register)
 
-    async def apply(self, target: FleetVersion, kind: Kind, max_unavailable: int = 1) -> Outcome:
+    async def apply(
+        self, target: FleetVersion, kind: Kind, max_unavailable: int = 1, key: str = ""
+    ) -> Outcome:
         """Have every member serve a version, or none; returns when that is decided and done.
 
         Args:
             target: The version, with a content that no other version of that number has.
             kind: Barrier or rolling.
             max_unavailable: How many members a wave of a rolling apply has.
+            key: Idempotency key: an apply that was planned with it is joined; "": none.
 
         Raises:
             WeightSyncError: APPLY_BUSY: another one runs. VERSION_REJECTED, VERSION_CONFLICT,
                 VERSION_BELOW_LIVE, NO_ROLLBACK, REQUEST_INVALID. SERVER_AWAY: nobody is there.
                 DEADLINE_EXCEEDED: the register does not answer, and nothing was planned.
         """
+        if earlier := planned_with(await self._reader.read(), key, target):
+            return await self.drive(earlier)
         history = await self._free()
         await check_new(self._register, history, target)
-        return await self._plan_and_drive(history, target, kind, max_unavailable, "")
+        return await self._plan_and_drive(history, target, kind, max_unavailable, key=key)
 
-    async def rollback(self, kind: Kind, max_unavailable: int = 1) -> Outcome:
+    async def rollback(self, kind: Kind, max_unavailable: int = 1, key: str = "") -> Outcome:
         """Go back to the version of the COMMIT before, and reject the content that is left.
 
         Raises:
             WeightSyncError: NO_ROLLBACK, and as `apply`.
         """
+        if earlier := planned_with(await self._reader.read(), key, None):
+            return await self.drive(earlier)
         history = await self._free()
         target, left = await rollback_target(self._register, history)
-        return await self._plan_and_drive(history, target, kind, max_unavailable, left.digest)
+        return await self._plan_and_drive(
+            history, target, kind, max_unavailable, rejects=left.digest, key=key
+        )
 
     async def drive(self, number: int) -> Outcome:
         """Bring a plan to its decision, whoever wrote it, and wait for its members.
@@ -199,7 +213,14 @@ class Coordinator:
         return True
 
     async def _plan_and_drive(
-        self, history: History, target: FleetVersion, kind: Kind, size: int, rejects: str
+        self,
+        history: History,
+        target: FleetVersion,
+        kind: Kind,
+        size: int,
+        *,
+        rejects: str = "",
+        key: str = "",
     ) -> Outcome:
         present = await self._present()
         waves = divide(present, kind, size)
@@ -217,9 +238,10 @@ class Coordinator:
             waves=waves,
             decisions=len(waves) + (kind is Kind.ROLLING),
             rejects=rejects,
+            key=key,
         )
-        key, ttl_s = coordinator_key(plan.nonce), self._limits.member_ttl_s
-        membership = await self._register.member(key, self._name.encode(), ttl_s)
+        lease, ttl_s = coordinator_key(plan.nonce), self._limits.member_ttl_s
+        membership = await self._register.member(lease, self._name.encode(), ttl_s)
         try:
             await self._write(plan)
             await failpoints.reach("fleet.planned")

@@ -68,6 +68,7 @@ class FleetPlan:
         decisions: How many COMMITs it takes: one a wave, and one more of a rolling apply, by which
             its last wave is judged.
         rejects: Content digest of a version that nobody may apply after the COMMIT; "": none.
+        key: Idempotency key of the call that wanted it; "": it had none.
     """
 
     number: int
@@ -78,6 +79,7 @@ class FleetPlan:
     waves: tuple[tuple[str, ...], ...]
     decisions: int
     rejects: str = ""
+    key: str = ""
 
     @property
     def members(self) -> frozenset[str]:

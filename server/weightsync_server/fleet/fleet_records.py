@@ -82,6 +82,7 @@ def encode_plan(plan: FleetPlan, parts: int) -> bytes:
         previous=[previous.number, previous.digest] if previous else None,
         decisions=plan.decisions,
         rejects=plan.rejects,
+        key=plan.key,
         parts=parts,
     )
 
@@ -116,6 +117,8 @@ def decode_plan(data: bytes, roster: Mapping[str, bytes] | None = None) -> Fleet
         waves=tuple(tuple(wave) for wave in waves),
         decisions=int(record["decisions"]),
         rejects=str(record["rejects"]),
+        # Older releases write none.
+        key=str(record.get("key", "")),
     )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weightsync_server.fleet.fleet_plan import FleetVersion
     from weightsync_server.register.register import Register
 
-__all__ = ["check_new", "previous_of", "rollback_target"]
+__all__ = ["check_new", "planned_with", "previous_of", "rollback_target"]
 
 
 async def check_new(register: Register, history: History, target: FleetVersion) -> None:
@@ -48,6 +48,31 @@ async def check_new(register: Register, history: History, target: FleetVersion) 
             Reason.VERSION_BELOW_LIVE,
             f"version {live.number} is live in the fleet, above {target.number}; roll back instead",
         )
+
+
+def planned_with(history: History, key: str, target: FleetVersion | None) -> int:
+    """Return the number of the apply that a call with an idempotency key has planned; 0: none.
+
+    Args:
+        history: Of the fleet; what it has forgotten may be planned anew.
+        key: The key; "": none.
+        target: What is asked for; None: a rollback.
+
+    Raises:
+        WeightSyncError: VERSION_CONFLICT: the key stands for something else.
+    """
+    found = [one.plan for one in history.applies if key and one.plan.key == key]
+    if not found:
+        return 0
+    (plan,) = found[-1:]
+    same = plan.rejects if target is None else plan.target == target and not plan.rejects
+    if not same:
+        raise WeightSyncError(
+            Reason.VERSION_CONFLICT,
+            f"apply {plan.number} of the fleet was made with this idempotency key and is another "
+            "one; use a key for one call only",
+        )
+    return plan.number
 
 
 def previous_of(

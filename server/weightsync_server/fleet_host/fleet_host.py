@@ -168,6 +168,20 @@ class FleetHost:
         }
         return versions.pop() if len(versions) == 1 else None
 
+    async def find(self, version: int) -> FleetVersion:
+        """Return a version of this server by its number; one of its origin may be on its way.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN.
+        """
+        end = clock.monotonic() + self._fetch_s
+        while self._model.table.find(version) is None:
+            if clock.monotonic() >= end:
+                break
+            await asyncio.sleep(_LOOK_S)
+        record = self._model.table.get(version)
+        return FleetVersion(record.version, record.content_digest)
+
     async def _let_go(self) -> None:
         """Drop what was prepared."""
         self._release()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from weightsync_server.engine import Applier
+    from weightsync_server.fleet_host.fleet_service import FleetService
     from weightsync_server.model import Model
     from weightsync_server.push import Message, PushService, SameHostOffers
 
@@ -34,6 +35,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         lender: Makes the offers of the same-host hand-off; None: none are made.
         endpoints: Tells by the peer of a call where it may open streams besides.
         origin: The origin that this server follows: it takes no pushes; empty: it follows none.
+        fleet: What this server is a member of; None: of no fleet.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         lender: SameHostOffers | None = None,
         endpoints: Callable[[str], list[str]] = lambda _: [],
         origin: str = "",
+        fleet: FleetService | None = None,
     ) -> None:
         self._model = model
         self._pushes = pushes
@@ -53,6 +56,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         self._lender = lender
         self._endpoints = endpoints
         self._origin = origin
+        self._fleet = fleet
 
     async def AcquireEpoch(self, request: pb.AcquireEpochRequest, context: Any) -> Any:
         """Make the caller the writer."""
@@ -92,11 +96,15 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
     async def ApplyVersion(self, request: pb.ApplyVersionRequest, context: Any) -> Any:
         """Make a version live."""
         self._check_model(request.model)
+        if _for_fleet(request.scope):
+            return await self._in_fleet().apply(request)
         return await self._applier.apply(request)
 
     async def Rollback(self, request: pb.RollbackRequest, context: Any) -> Any:
         """Go back."""
         self._check_model(request.model)
+        if _for_fleet(request.scope):
+            return await self._in_fleet().rollback(request)
         return await self._applier.rollback(request)
 
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Any) -> Any:
@@ -171,6 +179,21 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
             self._check_model(request.model)
         return self._status()
 
+    async def GetFleetStatus(self, request: pb.GetFleetStatusRequest, context: Any) -> Any:
+        """Tell the state of the fleet."""
+        if request.model:
+            self._check_model(request.model)
+        return await self._in_fleet().status()
+
+    def _in_fleet(self) -> FleetService:
+        if self._fleet is None:
+            raise WeightSyncError(
+                Reason.NOT_SUPPORTED,
+                "this server is a member of no fleet; start it with --fleet and --fleet-register, "
+                "or ask one that is",
+            )
+        return self._fleet
+
     def _refuse_on_follower(self) -> None:
         if self._origin:
             raise WeightSyncError(
@@ -185,6 +208,14 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
                 Reason.MODEL_UNKNOWN,
                 f"model {name!r} is not configured; this server has {self._model.table.name!r}",
             )
+
+
+def _for_fleet(scope: int) -> bool:
+    if scope not in pb.Scope.values():
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, "scope must be HOST or FLEET; leave it out for HOST"
+        )
+    return scope == pb.SCOPE_FLEET
 
 
 def _token(text: str) -> int | None:

@@ -1,0 +1,109 @@
+"""The calls about a whole fleet, as data; see `calls`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import fleet_types as types
+from weightsync_client.errors import refuse
+from weightsync_client.rpc.calls import Call, made_key, most_unavailable
+from weightsync_client.rpc.validate import seconds, text, whole_number
+
+if TYPE_CHECKING:
+    from weightsync_client.options import FleetChoices, Timeouts
+
+__all__ = ["fleet_apply", "fleet_rollback", "fleet_status"]
+
+_ORDERS = {
+    types.FleetOrder.BARRIER: pb.ENGINE_ORDER_TOGETHER,
+    types.FleetOrder.ROLLING: pb.ENGINE_ORDER_ROLLING,
+}
+
+
+def fleet_apply(
+    model: str, version: int, options: FleetChoices, timeouts: Timeouts
+) -> Call[types.FleetReport]:
+    """Make a version live on every member."""
+    request = pb.ApplyVersionRequest(
+        model=model,
+        version=whole_number("version", version),
+        idempotency_key=made_key(options.get("idempotency_key")),
+        order=_order(options),
+        max_unavailable=most_unavailable(options.get("max_unavailable", 0)),
+        scope=pb.SCOPE_FLEET,
+    )
+    timeout_s = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
+    return Call("ApplyVersion", request, timeout_s, lambda m: _report(m.fleet))
+
+
+def fleet_rollback(
+    model: str, reason: str, options: FleetChoices, timeouts: Timeouts
+) -> Call[types.FleetReport]:
+    """Go back on every member."""
+    request = pb.RollbackRequest(
+        model=model,
+        reason=text("reason", reason),
+        idempotency_key=made_key(options.get("idempotency_key")),
+        order=_order(options),
+        max_unavailable=most_unavailable(options.get("max_unavailable", 0)),
+        scope=pb.SCOPE_FLEET,
+    )
+    timeout_s = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
+    return Call("Rollback", request, timeout_s, lambda m: _report(m.fleet))
+
+
+def fleet_status(model: str, timeouts: Timeouts) -> Call[types.FleetStatus]:
+    """Ask for the state of the fleet."""
+    request = pb.GetFleetStatusRequest(model=model)
+    return Call("GetFleetStatus", request, timeouts.call_s, _status)
+
+
+def _order(options: FleetChoices) -> pb.EngineOrder.ValueType:
+    order = options.get("order", types.FleetOrder.ROLLING)
+    if order not in _ORDERS:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"order is {str(order)!r}; use one of {', '.join(types.FleetOrder)}",
+        )
+    return _ORDERS[types.FleetOrder(order)]
+
+
+def _report(m: pb.FleetReport) -> types.FleetReport:
+    return types.FleetReport(
+        apply=m.apply,
+        version=m.version,
+        content_digest=m.content_digest,
+        decision=m.decision,
+        reason=m.reason,
+        order=types.FleetOrder(m.order),
+        decisions=m.decisions,
+        decisions_needed=m.decisions_needed,
+        members=tuple(
+            types.FleetMemberReport(
+                one.name, one.wave, one.prepared, one.ready, one.done, one.reason
+            )
+            for one in m.members
+        ),
+    )
+
+
+def _status(m: pb.GetFleetStatusResponse) -> types.FleetStatus:
+    return types.FleetStatus(
+        fleet=m.fleet,
+        register=m.register,
+        member=m.member,
+        members=tuple(
+            types.FleetMemberStatus(
+                one.name, one.address, one.live_version, one.content_digest, one.state
+            )
+            for one in m.members
+        ),
+        newest=_report(m.newest) if m.HasField("newest") else None,
+        decided_version=m.decided_version,
+        decided_digest=m.decided_digest,
+        skew=m.skew,
+        undecided=m.undecided,
+        read_age_s=m.read_age.ToNanoseconds() / 1e9 if m.HasField("read_age") else None,
+    )

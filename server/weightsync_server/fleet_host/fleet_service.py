@@ -1,0 +1,249 @@
+"""This server's part in its fleet: a member that follows it, and calls that steer it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightsync import clock
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import idempotency
+from weightsync_server.fleet.coordinator import Coordinator
+from weightsync_server.fleet.fleet_member import FleetMember
+from weightsync_server.fleet.fleet_plan import Kind, Verdict
+from weightsync_server.fleet.member_journal import MemberJournal
+from weightsync_server.fleet_host.fleet_host import FleetHost
+from weightsync_server.fleet_host.fleet_status import FleetStatusReader
+from weightsync_server.register import open_register
+from weightsync_server.register.etcd_tls import EtcdTls
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from weightsync_server.engine import EngineSet, HostParts, ModelParts
+    from weightsync_server.fleet.coordinator import Outcome, Progress
+    from weightsync_server.fleet.fleet_limits import FleetLimits
+
+__all__ = ["FleetOptions", "FleetService"]
+
+logger = logging.getLogger(__name__)
+
+#: Until a member that has failed by a fault of its own goes on, seconds.
+_AGAIN_S = 5.0
+_KINDS = {
+    pb.ENGINE_ORDER_UNSPECIFIED: Kind.ROLLING,
+    pb.ENGINE_ORDER_ROLLING: Kind.ROLLING,
+    pb.ENGINE_ORDER_TOGETHER: Kind.BARRIER,
+}
+
+
+class FleetOptions(NamedTuple):
+    """What a member needs to know of the settings.
+
+    Attributes:
+        fleet: Its fleet's name.
+        register: URL of the register, without that name.
+        tls: Files for an etcds:// register; None: none are given.
+        member: Its name.
+        limits: How long to wait.
+        max_unavailable: Members of a wave, where a call does not say.
+        journal: Path of its file.
+        follows: Whether versions come from an origin, so that one may be on its way.
+    """
+
+    fleet: str
+    register: str
+    tls: EtcdTls | None
+    member: str
+    limits: FleetLimits
+    max_unavailable: int
+    journal: Path
+    follows: bool
+
+
+class FleetService:
+    """A member; `begin` before engines are started, `start` when calls are taken.
+
+    Args:
+        options: Of what.
+        engines: What it drives.
+        model: What they serve.
+        host: What they share.
+
+    Attributes:
+        name: Of the fleet.
+
+    Raises:
+        WeightSyncError: The register cannot be opened, or the member's journal is damaged.
+    """
+
+    def __init__(
+        self, options: FleetOptions, engines: EngineSet, model: ModelParts, host: HostParts
+    ) -> None:
+        self.name, self._options = options.fleet, options
+        url = f"{options.register.rstrip('/')}/{options.fleet}"
+        self.register = open_register(url, options.tls)
+        fetch_s = host.limits.prepare_timeout_s if options.follows else 0.0
+        self.host = FleetHost(engines, model, host, options.limits.undecided_s, fetch_s)
+        self._journal = MemberJournal(options.journal)
+        self._member: FleetMember | None = None
+        self._calls = idempotency.Calls()
+        self._status = FleetStatusReader(self.register)
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        options: FleetOptions | None,
+        engines: EngineSet,
+        model: ModelParts,
+        host: HostParts,
+    ) -> FleetService | None:
+        """Return the member that options describe; None: this server is one of no fleet."""
+        return cls(options, engines, model, host) if options is not None else None
+
+    def start(self, address: str) -> None:
+        """Join, as what listens at an address."""
+        options = self._options
+        self._member = FleetMember(
+            self.register, options.member, self.host, self._journal, options.limits, address
+        )
+        self._task = asyncio.create_task(self._run(self._member), name="fleet member")
+
+    async def leave(self) -> None:
+        """Follow the fleet no longer, with the host as it is."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self.host.stop()
+
+    async def stop(self) -> None:
+        """Let go of the register, after `leave`."""
+        await self.register.close()
+
+    async def apply(self, request: pb.ApplyVersionRequest) -> pb.ApplyVersionResponse:
+        """Have every member serve a version, or none; returns when that is decided and done.
+
+        Raises:
+            WeightSyncError: APPLY_RESTORED: it was decided against it. REQUEST_INVALID, and as
+                `Coordinator.apply`.
+        """
+        kind = _check(request, request.max_unavailable)
+        if not request.version or request.dry_run or request.clear_rejected:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                "a fleet goes to a version that is named, without dry_run and clear_rejected; name "
+                "one of ListVersions, or plan and clear on each host",
+            )
+        size = request.max_unavailable or self._options.max_unavailable
+        key = request.idempotency_key
+
+        async def carry_out() -> pb.ApplyVersionResponse:
+            target = await self.host.find(request.version)
+            outcome = await self._coordinator().apply(target, kind, size, key)
+            return pb.ApplyVersionResponse(fleet=await self._report(outcome))
+
+        return await self._calls.run(key, request, carry_out)
+
+    async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
+        """Have every member go back to what was decided before, and reject what is left.
+
+        Raises:
+            WeightSyncError: As `apply`, and NO_ROLLBACK.
+        """
+        kind = _check(request, request.max_unavailable)
+        size = request.max_unavailable or self._options.max_unavailable
+        key = request.idempotency_key
+
+        async def carry_out() -> pb.RollbackResponse:
+            outcome = await self._coordinator().rollback(kind, size, key)
+            return pb.RollbackResponse(fleet=await self._report(outcome))
+
+        return await self._calls.run(key, request, carry_out)
+
+    async def status(self) -> pb.GetFleetStatusResponse:
+        """Return what the register says now.
+
+        Raises:
+            WeightSyncError: It cannot be read.
+        """
+        status = await self._status.status()
+        status.fleet, status.register = self.name, self.register.url
+        status.member = self._options.member
+        view = self._member.view if self._member is not None else None
+        if view is not None and view.history is not None:
+            status.read_age.FromNanoseconds(int(1e9 * (clock.monotonic() - view.read_at)))
+        return status
+
+    async def _run(self, member: FleetMember) -> None:
+        while True:
+            try:
+                await member.run()
+            except Exception:
+                logger.exception("this server's part in its fleet is begun anew")
+            await asyncio.sleep(_AGAIN_S)
+
+    def _coordinator(self) -> Coordinator:
+        options = self._options
+        return Coordinator(self.register, options.member, options.limits, _ProgressLog())
+
+    async def _report(self, outcome: Outcome) -> pb.FleetReport:
+        if outcome.verdict is Verdict.ABORT:
+            raise WeightSyncError(
+                Reason.APPLY_RESTORED,
+                f"the fleet decided against version {outcome.target.number} "
+                f"({outcome.reason or 'no reason is known'}); its members serve what they served, "
+                "see `weightsync fleet status`",
+                metadata={"fleet_apply": str(outcome.number)},
+            )
+        return await self._status.report(outcome.number)
+
+
+def _check(request: idempotency.Request, max_unavailable: int) -> Kind:
+    kind = _KINDS.get(request.order)
+    if kind is None:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "order must be TOGETHER or ROLLING; leave it out for ROLLING in a fleet",
+        )
+    if request.engine:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "a fleet has all engines of every host; leave out the engine's name, or the scope",
+        )
+    if request.HasField("pause"):
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "how members of a fleet pause is not chosen by the call; leave out pause",
+        )
+    if max_unavailable and kind is Kind.BARRIER:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "max_unavailable goes with order ROLLING; leave it out, or set the order",
+        )
+    return kind
+
+
+class _ProgressLog:
+    """Logs each change."""
+
+    def __init__(self) -> None:
+        self._last: Progress | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        if progress == self._last:
+            return
+        self._last = progress
+        logger.info(
+            "apply %d of the fleet: decision %d of %d; %d prepared, %d ready, %d done",
+            progress.number,
+            progress.step,
+            progress.decisions,
+            progress.prepared,
+            progress.ready,
+            progress.done,
+        )

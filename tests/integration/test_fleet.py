@@ -1,0 +1,135 @@
+"""A fleet of real servers over a folder: one decision, on every host or on none."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.following import FollowingServer, checkpoint, step, until
+from weightsync.errors import Reason
+from weightsync_client import Client, ClientError, FleetOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NAMES = ("a", "b", "c")
+
+
+class Fleet:
+    """An origin and its followers, all of them members."""
+
+    def __init__(self, folder: Path) -> None:
+        self.register = folder / "register"
+        self._folder = folder
+        self.servers = {name: self._server(name) for name in NAMES}
+
+    def _server(self, name: str) -> FollowingServer:
+        flags = ["--fleet", "f", "--fleet-register", f"file://{self.register}"]
+        flags += ["--fleet-member", name, "--undecided-limit-s", "3", "--slots", "3"]
+        if name != NAMES[0]:
+            flags += ["--follow", f"file://{self._folder / NAMES[0] / 'state' / 'store'}"]
+        return FollowingServer(self._folder / name, *flags)
+
+    @contextlib.contextmanager
+    def running(self, *names: str) -> Iterator[dict[str, Client]]:
+        with contextlib.ExitStack() as stack:
+            yield {
+                name: stack.enter_context(self.servers[name].running()) for name in names or NAMES
+            }
+
+
+def live(client: Client) -> int:
+    """Return what a server serves; 0: nothing."""
+    (model,) = client.status().models
+    return model.live_version if client.health("serving") else 0
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    return Fleet(tmp_path)
+
+
+def push(client: Client, number: int) -> int:
+    return client.push(step(checkpoint(1), number), delta="never").version
+
+
+def all_serve(clients: dict[str, Client], version: int) -> None:
+    until(
+        lambda: {live(client) for client in clients.values()} == {version},
+        f"all serve {version}",
+    )
+
+
+def test_barrier_rolling_and_rollback(fleet: Fleet) -> None:
+    with fleet.running() as clients:
+        until(lambda: len(clients["a"].fleet_status().members) == len(NAMES), "all are there")
+        second = push(clients["a"], 2)
+        report = clients["b"].fleet_apply(second, order="barrier", idempotency_key="k")
+        assert (report.decision, report.order) == ("COMMIT", FleetOrder.BARRIER)
+        assert [one.name for one in report.members] == list(NAMES)
+        assert all(one.done for one in report.members)
+        assert {live(client) for client in clients.values()} == {second}
+        # The key is one call's in the whole fleet.
+        assert clients["c"].fleet_apply(second, order="barrier", idempotency_key="k") == report
+        with pytest.raises(ClientError, match="use `weightsync fleet rollback`") as caught:
+            clients["a"].rollback()
+        assert caught.value.reason is Reason.NOT_SUPPORTED
+
+        third = push(clients["a"], 3)
+        report = clients["c"].fleet_apply(third)
+        assert (report.decisions, report.decisions_needed) == (4, 4)
+        assert {live(client) for client in clients.values()} == {third}
+        status = clients["a"].fleet_status()
+        assert (status.decided_version, status.undecided) == (third, 0)
+        assert status.newest == report
+        until(lambda: clients["a"].fleet_status().skew == 0, "members say what they hold")
+
+        report = clients["a"].fleet_rollback(order="barrier")
+        assert report.version == second
+        assert {live(client) for client in clients.values()} == {second}
+        for client in clients.values():
+            until(
+                lambda client=client: client.get_version(third).serving == "rejected",  # type: ignore[misc]  # bound at once
+                "what was left is rejected",
+            )
+        with pytest.raises(ClientError) as caught:
+            clients["a"].fleet_apply(third)
+        assert caught.value.reason is Reason.VERSION_REJECTED
+
+
+def test_one_that_was_away_goes_to_what_was_decided(fleet: Fleet) -> None:
+    with fleet.running("a", "b") as clients:
+        until(lambda: len(clients["a"].fleet_status().members) == 2, "both are there")
+        first = push(clients["a"], 2)
+        clients["a"].fleet_apply(first, order="barrier")
+        with fleet.servers["c"].running() as late:
+            all_serve({"c": late}, first)
+        gone = fleet.servers["b"]
+        gone.kill()
+        until(lambda: len(clients["a"].fleet_status().members) == 1, "they are missed")
+        second = push(clients["a"], 3)
+        report = clients["a"].fleet_apply(second, order="barrier")
+        assert [one.name for one in report.members] == ["a"]
+        with gone.running() as back:
+            all_serve({"b": back}, second)
+
+
+def test_a_member_that_cannot_learn_the_decision_fences_itself(fleet: Fleet) -> None:
+    with fleet.running("a", "b") as clients:
+        until(lambda: len(clients["a"].fleet_status().members) == 2, "both are there")
+        first = push(clients["a"], 2)
+        clients["a"].fleet_apply(first, order="barrier")
+        second = push(clients["a"], 3)
+        process = fleet.servers["b"].process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(ClientError):
+                clients["a"].fleet_apply(second, order="barrier", timeout_s=20)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        all_serve(clients, first)
