@@ -226,16 +226,24 @@ class Reconciler:
                 # What an adoption that broke off has proved is what the rank started with.
                 if adopted and not _written(states, current.digest):
                     self._check_plan(current)
-                if not _proved(current):
-                    await self._cutover.place(current)
             except BaseException as error:
                 self._quarantine.release(current.lease, self._session.ranks, error)
                 raise
             async with self._joined(current):
+                # Not before: its INTENT would come after what was decided meanwhile.
+                if not _proved(current):
+                    await self._write(current)
                 await self._record(current)
                 await self._session.resume(current)
         self._log(current)
         return current
+
+    async def _write(self, current: PreparedVersion) -> None:
+        try:
+            await self._cutover.place(current)
+        except BaseException as error:
+            self._quarantine.release(current.lease, self._session.ranks, error)
+            raise
 
     def _has_candidate(self) -> bool:
         return any(map(self._committed, self._candidates()))

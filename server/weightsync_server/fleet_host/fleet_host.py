@@ -201,9 +201,12 @@ class FleetHost:
             self._staged = None
 
     async def _stop_serving(self, reason: str) -> None:
-        """Fence every engine, with the gate shut before and after."""
-        await self._gate.shut()
+        """Fence every engine, and shut the gate."""
         await self._fence_engines(reason)
+        if not self._gate.is_shut:
+            # Who has it may be letting an engine serve.
+            await self._gate.shut()
+            await self._fence_engines(reason)
         cutover, self._cutover = self._cutover, None
         if cutover is not None:
             await cutover.close()

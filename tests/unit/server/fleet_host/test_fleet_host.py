@@ -167,6 +167,26 @@ async def test_a_fence_while_undecided_lasts_until_the_decision(
         await it.here.model.stager.stage(1, 5)
 
 
+async def test_a_decision_that_comes_right_after_a_fence_is_served(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        for engine in engines.values():
+            # The ranks are asked, and the version before is about to be written.
+            engine.before["prepare"] = lambda: asyncio.sleep(0.05)
+        await it.host.prepare(it.version(2))
+        await it.host.pause()
+        await it.host.fence("nobody tells what was decided")
+        await asyncio.sleep(0.03)
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+            assert it.serves() == {2}
+
+
 async def test_a_server_that_dies_while_paused_comes_back_and_asks(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
