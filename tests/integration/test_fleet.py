@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +20,6 @@ from weightsync_client import Client, ClientError, FleetOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 NAMES = ("a", "b", "c")
 
@@ -31,6 +35,7 @@ class Fleet:
     def _server(self, name: str) -> FollowingServer:
         flags = ["--fleet", "f", "--fleet-register", f"file://{self.register}"]
         flags += ["--fleet-member", name, "--undecided-limit-s", "3", "--slots", "3"]
+        flags += ["--metrics", "127.0.0.1:0"]
         if name != NAMES[0]:
             flags += ["--follow", f"file://{self._folder / NAMES[0] / 'state' / 'store'}"]
         return FollowingServer(self._folder / name, *flags)
@@ -41,6 +46,16 @@ class Fleet:
             yield {
                 name: stack.enter_context(self.servers[name].running()) for name in names or NAMES
             }
+
+
+def run(fleet: Fleet, name: str, *arguments: str) -> str:
+    """Return what the command prints that is asked of a member."""
+    command = Path(sys.executable).with_name("weightsync")
+    address = fleet.servers[name].address
+    done = subprocess.run(
+        [command, *arguments, "--address", address], capture_output=True, text=True, check=True
+    )
+    return done.stdout
 
 
 def live(client: Client) -> int:
@@ -88,6 +103,17 @@ def test_barrier_rolling_and_rollback(fleet: Fleet) -> None:
         assert (status.decided_version, status.undecided) == (third, 0)
         assert status.newest == report
         until(lambda: clients["a"].fleet_status().skew == 0, "members say what they hold")
+
+        shown = json.loads(run(fleet, "b", "fleet", "status", "--json"))
+        assert (shown["fleet"], shown["member"]) == ("f", "b")
+        assert shown["newest"] == json.loads(json.dumps(dataclasses.asdict(report)))
+        assert run(fleet, "c", "fleet", "members").splitlines()[0].startswith("a: serving, ")
+        text = run(fleet, "c", "fleet", "apply", str(third), "--order", "barrier")
+        assert "COMMIT" in text
+        assert "live on 3 of 3 members" in text
+        assert fleet.servers["a"].metric("weightsync_fleet_members") == len(NAMES)
+        assert fleet.servers["a"].metric("weightsync_fleet_undecided") == 0
+        assert fleet.servers["a"].metric("weightsync_fleet_decision_age_seconds") > 0
 
         report = clients["a"].fleet_rollback(order="barrier")
         assert report.version == second

@@ -172,14 +172,18 @@ class FleetHost:
         """Return a version of this server by its number; one of its origin may be on its way.
 
         Raises:
-            WeightSyncError: VERSION_UNKNOWN.
+            WeightSyncError: VERSION_UNKNOWN, or VERSION_NOT_DURABLE while it is not committed.
         """
         end = clock.monotonic() + self._fetch_s
-        while self._model.table.find(version) is None:
+        while (record := self._model.table.find(version)) is None or record.commit is None:
             if clock.monotonic() >= end:
-                break
+                self._model.table.get(version)
+                raise WeightSyncError(
+                    Reason.VERSION_NOT_DURABLE,
+                    f"version {version} is not committed yet, and a fleet goes to what lasts; wait "
+                    "for its push to end",
+                )
             await asyncio.sleep(_LOOK_S)
-        record = self._model.table.get(version)
         return FleetVersion(record.version, record.content_digest)
 
     async def _let_go(self) -> None:

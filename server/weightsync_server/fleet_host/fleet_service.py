@@ -12,10 +12,12 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency
 from weightsync_server.fleet.coordinator import Coordinator
+from weightsync_server.fleet.fleet_keys import MEMBERS
 from weightsync_server.fleet.fleet_member import FleetMember
 from weightsync_server.fleet.fleet_plan import Kind, Verdict
 from weightsync_server.fleet.member_journal import MemberJournal
 from weightsync_server.fleet_host.fleet_host import FleetHost
+from weightsync_server.fleet_host.fleet_metrics import FleetMetrics
 from weightsync_server.fleet_host.fleet_status import FleetStatusReader
 from weightsync_server.register import open_register
 from weightsync_server.register.etcd_tls import EtcdTls
@@ -92,7 +94,8 @@ class FleetService:
         self._member: FleetMember | None = None
         self._calls = idempotency.Calls()
         self._status = FleetStatusReader(self.register)
-        self._task: asyncio.Task[None] | None = None
+        self._metrics = host.metrics
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     def of(
@@ -111,14 +114,16 @@ class FleetService:
         self._member = FleetMember(
             self.register, options.member, self.host, self._journal, options.limits, address
         )
-        self._task = asyncio.create_task(self._run(self._member), name="fleet member")
+        self._tasks = [
+            asyncio.create_task(self._run(self._member), name="fleet member"),
+            asyncio.create_task(self._count(FleetMetrics(self._metrics, self._member))),
+        ]
 
     async def leave(self) -> None:
         """Follow the fleet no longer, with the host as it is."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.host.stop()
 
     async def stop(self) -> None:
@@ -186,6 +191,13 @@ class FleetService:
             except Exception:
                 logger.exception("this server's part in its fleet is begun anew")
             await asyncio.sleep(_AGAIN_S)
+
+    async def _count(self, metrics: FleetMetrics) -> None:
+        while True:
+            with contextlib.suppress(WeightSyncError):
+                metrics.members = len(await self.register.list(MEMBERS))
+            metrics.look()
+            await asyncio.sleep(self._options.limits.poll_s)
 
     def _coordinator(self) -> Coordinator:
         options = self._options

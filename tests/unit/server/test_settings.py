@@ -15,6 +15,14 @@ from weightsync import __version__
 from weightsync.wire.addresses import is_private
 from weightsync_server.settings import Settings
 
+FLEET = {"fleet": "f", "fleet_register": "file:///r", "fleet_member": "host0"}
+
+
+def test_the_register_is_read_often_enough_for_what_a_host_may_not_have_read() -> None:
+    assert _made(**FLEET).fleet_limits.poll_s == 10
+    limits = _made(**FLEET, max_age_s=3, undecided_limit_s=4).fleet_limits
+    assert (limits.poll_s, limits.max_age_s, limits.undecided_s) == (1, 3, 4)
+
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +181,13 @@ def test_bad_names(name: str) -> None:
         ({"follow": "grpc://trainer:50551"}, "use grpcs://HOST:PORT, or give --follow-ca"),
         ({"follow": "s3://a/b", "store": "s3://a/c"}, "keeps what it fetches in a folder"),
         ({"follow_ca": "/ca.pem"}, "name the origin with it"),
+        ({"fleet": "f"}, "fleet and fleet_register go together"),
+        ({"fleet_register": "file:///r"}, "fleet and fleet_register go together"),
+        ({"fleet_ca": "/ca.pem"}, "are for --fleet; name one"),
+        ({**FLEET, "fleet": "a/b"}, "is no name of a member"),
+        ({**FLEET, "fleet_member": "-x"}, "is no name of a member"),
+        ({"undecided_limit_s": 0}, "undecided_limit_s"),
+        ({"max_unavailable": 0}, "max_unavailable"),
     ],
 )
 def test_values_that_are_refused(values: dict[str, Any], named: str) -> None:

@@ -12,11 +12,19 @@ from weightsync_server.rpc import WeightSyncServicer
 
 #: Methods that change nothing, whatever their names: written down here a second time on purpose.
 READING = {"GetPush", "ListVersions", "GetVersion", "WatchVersions", "PullWeights", "VerifyVersion"}
-READING |= {"Join", "ReadStaged", "GetStatus", "Check", "Watch", "ServerReflectionInfo"}
+READING |= {
+    "Join",
+    "ReadStaged",
+    "GetStatus",
+    "GetFleetStatus",
+    "Check",
+    "Watch",
+    "ServerReflectionInfo",
+}
 
 
 LOOKING = {"ListVersions", "GetVersion", "WatchVersions"}
-ASKING = LOOKING | {"GetStatus", "Check", "Watch", "ServerReflectionInfo"}
+ASKING = LOOKING | {"GetStatus", "GetFleetStatus", "Check", "Watch", "ServerReflectionInfo"}
 APPLYING = ASKING | {"ApplyVersion", "Rollback", "VerifyVersion"}
 PUSHING = {"AcquireEpoch", "BeginPush", "PushWeights", "CommitPush", "AbortPush", "GetPush"}
 #: What each role may call and no more, written down a second time as well.
@@ -71,6 +79,17 @@ def test_a_reserved_field_takes_its_role(value: int | None, sent: int, allowed: 
     request = pb.ApplyVersionRequest(version=sent)
     roles = (Role.APPLY, Role.FLEET, Role.ADMIN)
     assert {role for role in roles if reserved.allows(request, frozenset({role}))} == allowed
+
+
+@pytest.mark.parametrize("name", ["ApplyVersion", "Rollback"])
+def test_the_fleet_is_for_its_role(name: str) -> None:
+    (scope,) = [
+        one for one in RULES[f"/weightsync.v1.WeightSync/{name}"].reserved if one.field == "scope"
+    ]
+    request = pb.RollbackRequest(scope=pb.SCOPE_FLEET)
+    assert not scope.allows(request, frozenset({Role.APPLY}))
+    assert scope.allows(request, frozenset({Role.FLEET}))
+    assert scope.allows(pb.RollbackRequest(scope=pb.SCOPE_HOST), frozenset({Role.APPLY}))
 
 
 @pytest.mark.parametrize("path", RULES)

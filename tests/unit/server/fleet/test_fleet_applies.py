@@ -42,6 +42,30 @@ async def test_an_apply_is_live_on_every_member(fleet: Fleet, kind: Kind) -> Non
         assert paused == (3 if kind is Kind.BARRIER else 0)
 
 
+async def test_a_key_is_one_apply_of_the_fleet(fleet: Fleet) -> None:
+    await fleet.start("a", "b")
+    first = await fleet.coordinator().apply(version(2), Kind.BARRIER, key="k")
+    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER, key="k")) == first
+    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).number == first.number + 1
+    with pytest.raises(WeightSyncError, match="use a key for one call only") as caught:
+        await fleet.coordinator().apply(version(3), Kind.BARRIER, key="k")
+    assert caught.value.reason is Reason.VERSION_CONFLICT
+    with pytest.raises(WeightSyncError, match="use a key for one call only"):
+        await fleet.coordinator().rollback(Kind.BARRIER, key="k")
+    back = await fleet.coordinator().rollback(Kind.BARRIER, key="back")
+    assert await fleet.coordinator().rollback(Kind.BARRIER, key="back") == back
+    assert fleet.serving == {"a": 1, "b": 1}
+
+
+async def test_what_was_prepared_for_an_apply_that_is_not_to_be_is_let_go(fleet: Fleet) -> None:
+    await fleet.start("a", "b")
+    fleet.hosts["b"].refuses = {"prepare"}
+    outcome = await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    assert outcome.verdict is Verdict.ABORT
+    await until(lambda: ("resume", 1) in fleet.hosts["a"].log)
+    assert fleet.serving == {"a": 1, "b": 1}
+
+
 async def test_in_a_barrier_all_stand_still_before_one_commits(fleet: Fleet) -> None:
     await fleet.start("a", "b", "c")
     serving_at_commit: list[dict[str, int]] = []

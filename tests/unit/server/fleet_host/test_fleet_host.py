@@ -272,6 +272,14 @@ async def test_it_rejects_by_content_and_knows_what_is_not_here(
         with pytest.raises(WeightSyncError, match="start this server with --follow") as caught:
             await it.host.prepare(FleetVersion(7, "ab" * 16))
         assert caught.value.reason is Reason.VERSION_UNKNOWN
+        assert await it.host.find(2) == it.version(2)
+        with pytest.raises(WeightSyncError) as caught:
+            await it.host.find(7)
+        assert caught.value.reason is Reason.VERSION_UNKNOWN
+        it.here.model.table.get(2).commit = None
+        with pytest.raises(WeightSyncError, match="is not committed yet") as caught:
+            await it.host.find(2)
+        assert caught.value.reason is Reason.VERSION_NOT_DURABLE
         assert it.serves() == {1}
 
 
