@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -16,7 +17,7 @@ import pytest
 
 from tests.support.following import FollowingServer, checkpoint, step, until
 from weightsync.errors import Reason
-from weightsync_client import Client, ClientError, FleetOrder
+from weightsync_client import AsyncClient, Client, ClientError, FleetOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +57,14 @@ def run(fleet: Fleet, name: str, *arguments: str) -> str:
         [command, *arguments, "--address", address], capture_output=True, text=True, check=True
     )
     return done.stdout
+
+
+async def again(address: str, version: int) -> int:
+    """Return what the fleet has decided, having asked for a version as asynchronous code does."""
+    async with AsyncClient(address) as client:
+        report = await client.fleet_apply(version, order="barrier")
+        assert report.decision == "COMMIT"
+        return (await client.fleet_status()).decided_version
 
 
 def live(client: Client) -> int:
@@ -117,6 +126,7 @@ def test_barrier_rolling_and_rollback(fleet: Fleet) -> None:
 
         report = clients["a"].fleet_rollback(order="barrier")
         assert report.version == second
+        assert asyncio.run(again(fleet.servers["c"].address, second)) == second
         assert {live(client) for client in clients.values()} == {second}
         for client in clients.values():
             until(
