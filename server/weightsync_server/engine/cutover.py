@@ -46,12 +46,14 @@ def _failures(replies: list[RankCommit], digest: str) -> list[str]:
     ]
 
 
-def _restored(base: PreparedVersion, failures: list[str]) -> WeightSyncError:
+def _restored(
+    base: PreparedVersion, failures: list[str], *, at_fault: bool = True
+) -> WeightSyncError:
+    remedy = "set clear_rejected to apply it again, or apply another one"
     return WeightSyncError(
         Reason.APPLY_RESTORED,
         f"the apply failed and version {base.record.version} was restored and verified on "
-        f"every rank ({'; '.join(failures)}); set clear_rejected to apply it again, or apply "
-        "another one",
+        f"every rank ({'; '.join(failures)}); {remedy if at_fault else 'apply it again'}",
     )
 
 
@@ -69,6 +71,7 @@ class Cutover:
     Attributes:
         compared_all: Whether every rank compared all of a version that was put back with what this
             server received, and not with memory in which it lay since.
+        at_fault: Whether it was the target that failed here, and not another engine, or the disk.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Cutover:
         self._together = together
         self._timeout_s = commit_timeout_s
         self.compared_all = True
+        self.at_fault = False
 
     async def run(self, plan: CutoverPlan) -> CutoverResult:
         """Return when the engine generates on the target, proved on every rank; DONE must follow.
@@ -152,7 +156,7 @@ class Cutover:
         result.ranks, serves = await self._tried(lambda: self._switched(order))
         failures = _failures(result.ranks, target.digest)
         if failures and serves == base.digest:
-            self.compared_all = result.compared_all
+            self.compared_all, self.at_fault = result.compared_all, True
             raise _restored(base, failures)
         if failures or serves != target.digest:
             await self._fence(failures or ["the ranks did not tell one version"])
@@ -185,6 +189,7 @@ class Cutover:
             result.pause_mode, result.pause_s = pause.mode, pause.seconds
             failures = await self._tried(lambda: self._commit(plan.target, result))
             if failures:
+                self.at_fault = True
                 await self._restore(plan.base, failures)
             await self._go_on(plan, result)
         result.paused_s = time.perf_counter() - pause.began
@@ -198,8 +203,9 @@ class Cutover:
             result.pause_mode, result.pause_s = pause.mode, pause.seconds
             if failures := await together.stand_still():
                 await self._resume(base)
-                raise _restored(base, failures)
+                raise _restored(base, failures, at_fault=False)
             failures = await self._tried(lambda: self._commit(plan.target, result))
+            self.at_fault = bool(failures)
             if failures := await together.agree(failures):
                 await self._restore(base, failures)
             await self._go_on(plan, result)
@@ -270,7 +276,7 @@ class Cutover:
         self.compared_all = result.compared_all
         await failpoints.reach("apply.restored")
         await self._resume(base)
-        raise _restored(base, failures)
+        raise _restored(base, failures, at_fault=self.at_fault)
 
     async def _fence(self, failures: list[str]) -> Never:
         reason = "; ".join(failures)

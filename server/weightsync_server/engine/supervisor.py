@@ -125,7 +125,10 @@ class EngineSupervisor:
 
     async def leave(self) -> None:
         """Stop watching an engine that is gone for good, and show nothing of it any more."""
-        await self.stop()
+        async with self._lock:
+            # An apply of it has failed by now, and no rank of it reads anything any more.
+            await self.stop()
+            self.quarantine.answered()
         self._model.serving.forget(self.name)
         self._model.segments.forget_engine(self.name)
         self._shown.remove()
@@ -438,7 +441,8 @@ class EngineSupervisor:
         self.prefetcher.forget()
         if self._session is not None:
             self._session.close()
+            # Not before each try to reach one that is away: the others are there.
+            self._model.accepted.forget()
         self._model.segments.engines.discard(self.name)
-        self._model.accepted.forget()
         self._session = None
         self._condition.forget()
