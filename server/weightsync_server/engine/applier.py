@@ -312,7 +312,8 @@ class Applier:
             ),
             return_exceptions=True,
         )
-        ready, failure = [], None
+        ready: list[tuple[GroupMember, PreparedVersion]] = []
+        failure: BaseException | None = None
         for one, outcome in zip(members, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
                 ready.append((one, outcome))
