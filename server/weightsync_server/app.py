@@ -189,7 +189,6 @@ class App:
             stack,
         )
         applier = Applier(engines.set, parts, host)
-        engines.receive_updates(applier)
         processes = Processes(fetchers, ingesters)
         status = StatusSource(model, pushes, engines.set, processes, metrics)
         servicer = WeightSyncServicer(
@@ -219,7 +218,7 @@ class App:
         engines.set.start()
         stack.push_async_callback(engines.set.stop)
         stack.push_async_callback(self._drain, applier)
-        engines.start_updates()
+        engines.start_updates(applier)
         stack.push_async_callback(engines.stop_updates)
         await self._listen(stack, health_service, ingesters, verbs)
         # Before the drain: a watch never ends by itself, nor does a node's call.

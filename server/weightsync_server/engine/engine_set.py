@@ -14,7 +14,7 @@ from weightsync_server.engine.journal import HostJournal
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from weightsync_server.engine.engine_applier import EngineApplier
@@ -36,6 +36,7 @@ class EngineSet:
         journal: Of all of them.
         folder: In it lie the sockets of engines that come and go; None: none do.
         make: Makes what applies versions to the engine behind a socket, which is not started yet.
+        on_left: Awaited with the name of an engine that is gone.
         own: Sockets of this server, which may lie in the folder.
 
     Attributes:
@@ -48,12 +49,14 @@ class EngineSet:
         journal: JournalFile,
         folder: Path | None = None,
         make: Callable[[Path], EngineApplier] | None = None,
+        on_left: Callable[[str], Awaitable[None]] | None = None,
         own: frozenset[Path] = frozenset(),
     ) -> None:
         self.journal = journal
         self.host_journal = HostJournal(journal)
         self._folder = folder
         self._make = make
+        self._on_left = on_left
         self._own = own
         self._appliers: dict[str, EngineApplier] = {}
         self._found: set[str] = set()
@@ -161,6 +164,8 @@ class EngineSet:
 
     async def _leave(self, name: str) -> None:
         try:
+            if self._on_left is not None:
+                await self._on_left(name)
             await self._appliers[name].supervisor.leave()
         finally:
             del self._appliers[name], self._leaving[name]
