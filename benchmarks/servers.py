@@ -78,12 +78,14 @@ def weightsync_server(
         folder: For its sockets, state and log.
         listen: Addresses.
         *flags: More flags.
-        engine: Socket of the bridge; empty: one that does not exist, which pushes do not need.
+        engine: Socket of the bridge, or `none`, as beside `--engines`; empty: a socket that does
+            not exist, which pushes do not need.
         store: Where versions are kept; empty: in the state folder.
     """
+    named = engine if engine == "none" else f"unix:{engine or folder / 'absent.sock'}"
     arguments = [
         *("-m", "weightsync_server.cli", "--name", "bench", "--store", store),
-        *("--engine", f"unix:{engine or folder / 'absent.sock'}", "--metrics", ""),
+        *("--engine", named, "--metrics", ""),
         *("--run-dir", str(folder), "--state-dir", str(folder / "state")),
         *("--drain-timeout-s", "2"),
     ]

@@ -129,7 +129,6 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "host.decide": "all engines are proved, before COMMIT is written",
         "host.decided": "COMMIT is durable, no engine has resumed",
         "host.done": "the DONE for all engines is durable",
-        "host.wave": "before the next engines of a rolling apply",
         "fleet.planned": "a fleet's plan is there, nothing is decided",
         "fleet.coordinate": "before a coordinator decides",
         "fleet.coordinated": "a coordinator has decided",

@@ -191,7 +191,6 @@ class App:
             stack,
         )
         applier = Applier(engines.set, parts, host)
-        engines.receive_updates(applier)
         fleet = FleetService.of(_fleet_options(settings), engines.set, parts, host)
         if fleet is not None:
             stack.push_async_callback(fleet.stop)
@@ -227,7 +226,7 @@ class App:
         engines.set.start()
         stack.push_async_callback(engines.set.stop)
         stack.push_async_callback(self._drain, applier)
-        engines.start_updates()
+        engines.start_updates(applier)
         stack.push_async_callback(engines.stop_updates)
         if fleet is not None:
             stack.push_async_callback(fleet.leave)

@@ -77,39 +77,53 @@ class Engines:
         self._host = host
         self._journal = journal
         self._on_change = on_change
-        self._feeds: list[tuple[EngineSupervisor, Engine]] = []
-        self._updates: list[UpdateCommitter] = []
+        self._named: dict[str, tuple[EngineSupervisor, Engine]] = {}
+        self._applier: Applier | None = None
+        self._updates: dict[str, UpdateCommitter] = {}
         self.set = EngineSet(
             journal,
             options.folder,
             self._found,
+            self._left,
             frozenset(path.resolve() for path in options.own_sockets),
         )
 
     def add(self, name: str, engine: Engine) -> None:
         """Take an engine up."""
         applier = self._made(name, engine)
-        self._feeds.append((applier.supervisor, engine))
+        self._named[name] = applier.supervisor, engine
         self.set.add(applier)
 
-    def receive_updates(self, applier: Applier) -> None:
-        """Have what the named engines receive by themselves become versions."""
-        self._updates = [
-            UpdateCommitter(supervisor, engine.updates, applier, self._parts, self._host.segments)
-            for supervisor, engine in self._feeds
-        ]
-
-    def start_updates(self) -> None:
-        """Begin to watch for them."""
-        for updates in self._updates:
-            updates.start()
+    def start_updates(self, applier: Applier) -> None:
+        """Have what engines receive by themselves become versions, from now on."""
+        self._applier = applier
+        for name, (supervisor, engine) in self._named.items():
+            self._watch_updates(name, supervisor, engine, applier)
 
     async def stop_updates(self) -> None:
-        """Watch for them no longer."""
-        await asyncio.gather(*(updates.stop() for updates in self._updates))
+        """Watch for that no longer."""
+        self._applier = None
+        await asyncio.gather(*(updates.stop() for updates in self._updates.values()))
+
+    def _watch_updates(
+        self, name: str, supervisor: EngineSupervisor, engine: Engine, applier: Applier
+    ) -> None:
+        segments = self._host.segments
+        updates = UpdateCommitter(supervisor, engine.updates, applier, self._parts, segments)
+        self._updates[name] = updates
+        updates.start()
 
     def _found(self, socket: Path) -> EngineApplier:
-        return self._made(engine_name(socket), BridgeEngine(f"unix:{socket.absolute()}"))
+        name, engine = engine_name(socket), BridgeEngine(f"unix:{socket.absolute()}")
+        made = self._made(name, engine)
+        if self._applier is not None:
+            self._watch_updates(name, made.supervisor, engine, self._applier)
+        return made
+
+    async def _left(self, name: str) -> None:
+        updates = self._updates.pop(name, None)
+        if updates is not None:
+            await updates.stop()
 
     def _made(self, name: str, engine: Engine) -> EngineApplier:
         supervisor = EngineSupervisor(

@@ -444,6 +444,7 @@ def test_every_failpoint_of_the_server_is_here() -> None:
         "fetcher.persist",
     }
     # Those of ingest processes are in test_ingest.py, of loaders in test_twin_vllm.py, of followers
-    # in integration/test_followers.py, of fleets in test_fleet.py.
-    elsewhere = ("worker.", "loader.", "bridge.", "ingest.", "follow.", "fleet.")
+    # in integration/test_followers.py, of nodes in integration/test_engine_nodes.py, of fleets in
+    # test_fleet.py, of several engines in test_several_engines.py.
+    elsewhere = ("worker.", "loader.", "bridge.", "ingest.", "follow.", "node.", "fleet.", "host.")
     assert here == {point for point in POINTS if not point.startswith(elsewhere)}

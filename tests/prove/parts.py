@@ -71,6 +71,7 @@ _BENCHMARKS = (
     "refusals",
     "delta",
     "train",
+    "engines",
     "simulation",
 )
 _GPU = (

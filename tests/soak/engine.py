@@ -1,10 +1,11 @@
 """An in-memory engine in a process of its own, behind the real bridge protocol: the soak's vLLM.
 
-python -m tests.soak.engine RUN_DIR
+python -m tests.soak.engine RUN_DIR [SOCKET [CONTENT]]
 
-It serves EngineService on RUN_DIR/engine.sock, and on RUN_DIR/probe.sock tells every caller what it
-generates with: one line of JSON with its state and the digest of its live parameters, of each rank
-where they differ. It has two ranks, the failpoints of real ones, and reads versions as they come.
+It serves EngineService on SOCKET, by default RUN_DIR/engine.sock, and on a socket beside it that
+ends in .probe tells every caller what it generates with: one line of JSON with its state and the
+digest of its live parameters, of each rank where they differ. It has two ranks, the failpoints of
+real ones, and reads versions as they come. Its checkpoint has the content with that number, 0.
 """
 
 from __future__ import annotations
@@ -187,13 +188,11 @@ def _mapped(client: SegmentClient, name: str) -> memoryview:
     return MappedSegment(fd, size).view
 
 
-async def main(run_dir: Path) -> None:
+async def main(run_dir: Path, bridge: Path, content: int) -> None:
     """Serve until the process is ended."""
-    tensors = MemoryContents().tensors(0)
+    tensors = MemoryContents().tensors(content)
     checkpoint = {name: (*KINDS[name], data) for name, data in tensors.items()}
     engine = SlowEngine(checkpoint, run_dir / "segments.sock")
-    bridge = run_dir / "engine.sock"
-    bridge.unlink(missing_ok=True)
     server = grpc.aio.server()
     servicer = EngineServicer(cast("Any", engine), str(run_dir / "segments.sock"))
     engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
@@ -204,11 +203,14 @@ async def main(run_dir: Path) -> None:
         writer.write(json.dumps(engine.tell()).encode() + b"\n")
         writer.close()
 
-    probe = run_dir / "probe.sock"
-    probe.unlink(missing_ok=True)
+    probe = bridge.with_suffix(".probe")
     async with await asyncio.start_unix_server(answer, str(probe)) as listener:
         await listener.serve_forever()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    folder, *more = sys.argv[1:]
+    socket = Path(more[0]) if more else Path(folder) / "engine.sock"
+    for left in (socket, socket.with_suffix(".probe")):
+        left.unlink(missing_ok=True)
+    asyncio.run(main(Path(folder), socket, int(more[1]) if len(more) > 1 else 0))

@@ -48,6 +48,8 @@ _AHEAD = ("worker.ahead",)
 _CHECKING = ("worker.check",)
 #: Met only where vLLM's own transfer brings tensors.
 _ARRIVING = ("worker.arrive",)
+#: Met only with several engines or hosts, of which a soak has one.
+_OF_SEVERAL = ("host.", "node.", "follow.", "fleet.")
 _LEFT_OUT = (*_LIES, *_COLLECTING, *_CHECKING, *_ARRIVING)
 
 _LIE = "worker.reply=1*lie(content_digest)"
@@ -118,7 +120,8 @@ def placed(*, vllm: bool) -> list[str]:
     paths += [] if vllm else [_ROOT / path for path in _BESIDE_MEMORY]
     for path in paths:
         found.update(_CALL.findall(path.read_text()))
-    return sorted(found.difference(_LEFT_OUT, _AHEAD if vllm else ()))
+    met = found.difference(_LEFT_OUT, _AHEAD if vllm else ())
+    return sorted(point for point in met if not point.startswith(_OF_SEVERAL))
 
 
 def wish(point: str) -> str:

@@ -58,22 +58,28 @@ class MemoryEngineProcess:
     """`tests.soak.engine` in a process.
 
     Args:
-        run_dir: Where its sockets are.
+        run_dir: Where the server's sockets are.
+        socket: Its own; None: engine.sock there.
+        content: Of its checkpoint.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, socket: Path | None = None, content: int = 0) -> None:
         self._run_dir = run_dir
+        self._socket = socket or run_dir / "engine.sock"
+        self._content = content
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Return when it listens."""
         command = [sys.executable, "-m", "tests.soak.engine", str(self._run_dir)]
-        with (self._run_dir / "engine.log").open("ab") as log:
+        command += [str(self._socket), str(self._content)]
+        path = self._socket.with_suffix(".log")
+        with path.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + _START_S
         while self.told() is None:
             if self._process.poll() is not None or time.monotonic() > deadline:
-                text = (self._run_dir / "engine.log").read_text()[-2000:]
+                text = path.read_text()[-2000:]
                 raise RuntimeError(f"the engine did not start:\n{text}")
             time.sleep(0.05)
 
@@ -99,7 +105,7 @@ class MemoryEngineProcess:
         """Ask it what it generates with."""
         with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(5)
-            probe.connect(str(self._run_dir / "probe.sock"))
+            probe.connect(str(self._socket.with_suffix(".probe")))
             data = b""
             while part := probe.recv(4096):
                 data += part

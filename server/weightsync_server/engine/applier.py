@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
-from weightsync_server.engine.engine_applier import check_capable
+from weightsync_server.engine.apply_checks import (
+    check_order,
+    check_prepare_timeout,
+    check_ways,
+)
 from weightsync_server.engine.engine_group import EngineGroup, take_engines
 from weightsync_server.engine.group_prepare import drop_all, plans_for, prepare_all
-from weightsync_server.engine.outcome import Cause, CutoverPlan
+from weightsync_server.engine.outcome import CutoverPlan
 from weightsync_server.engine.pause_options import pause_spec
 from weightsync_server.engine.rejection import reject
 from weightsync_server.engine.rollout import MemberPlan, roll_out, switch_together
@@ -37,9 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["Applier"]
 
 _MAX_REASON_BYTES = 1024
-_MAX_PREPARE_S = 3600
-#: Slots that a rolling apply needs: what is left stays staged for those that must go back.
-_ROLLING_SLOTS = 3
+#: How often engines are taken anew when others begin to serve meanwhile.
+_TRIES = 5
 
 _OUTCOMES = {
     pb.APPLY_OUTCOME_APPLIED: "applied",
@@ -74,8 +78,8 @@ class Applier:
         if not request.dry_run:
             self._refuse_in_fleet("apply")
         spec = pause_spec(request.pause)
-        _check_prepare_timeout(request)
-        self._check_order(request)
+        check_prepare_timeout(request)
+        check_order(request, self._model.slots)
         return await self._calls.run(
             request.idempotency_key,
             request,
@@ -92,7 +96,7 @@ class Applier:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, f"reason is over {_MAX_REASON_BYTES} bytes; shorten it"
             )
-        self._check_order(request)
+        check_order(request, self._model.slots)
         return await self._calls.run(
             request.idempotency_key,
             request,
@@ -109,10 +113,14 @@ class Applier:
 
     async def _verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
         async with self._taken(request.engine, None, apply_id="") as group:
-            proofs = {
-                member.name: await member.applier.verify(member.session, request.version)
-                for member in group.members
-            }
+            proofs = {}
+            for member in group.members:
+                try:
+                    proof = await member.applier.verify(member.session, request.version)
+                except BaseException as error:
+                    member.error = error
+                    raise
+                proofs[member.name] = proof
             return replies.proofs(proofs, group.absent)
 
     async def _once(
@@ -140,21 +148,44 @@ class Applier:
     async def _taken(
         self, engine: str, timeout_s: float | None, *, apply_id: str
     ) -> AsyncIterator[EngineGroup]:
-        appliers = self._engines.named(engine)
-        group = EngineGroup(apply_id, whole=not engine and self._engines.several)
         patience_s = timeout_s or self._host.limits.prepare_timeout_s
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(take_engines(appliers, group, timeout_s, patience_s))
-            if group.whole:
+            for _ in range(_TRIES):
+                appliers = self._engines.named(engine)
+                group = EngineGroup(apply_id, whole=not engine and self._engines.several)
+                taken = take_engines(appliers, group, timeout_s, patience_s)
+                await stack.enter_async_context(taken)
+                if not group.whole:
+                    break
                 # Who is found to serve meanwhile waits, and serves what is live afterwards.
                 await stack.enter_async_context(self._host.joining)
+                if not await self._late(group):
+                    break
+                await stack.aclose()
+            else:
+                raise WeightSyncError(
+                    Reason.ENGINE_AWAY,
+                    "engines of this host begin to serve all the time; apply again",
+                    retry_after_s=1.0,
+                )
             yield group
+
+    async def _late(self, group: EngineGroup) -> bool:
+        """Tell whether an engine serves that was away, or not there, when the others were taken."""
+        names = {member.name for member in group.members}
+        others = [one.supervisor for one in self._engines.appliers if one.name not in names]
+        return any([one.serving or await one.generates() for one in others])
 
     async def _apply(
         self, request: pb.ApplyVersionRequest, spec: PauseSpec
     ) -> pb.ApplyVersionResponse:
         timeout = request.prepare_timeout.ToNanoseconds() / 1e9
         async with self._taken(request.engine, timeout, apply_id=secrets.token_hex(8)) as group:
+            # What a server before this one had begun was found done while the engines were taken.
+            kind = pb.ApplyVersionResponse
+            earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
+            if earlier is not None:
+                return earlier
             record = self._choose(request, group.members)
             going = [one for one in group.members if one.live.record.version != record.version]
             reports = {
@@ -163,8 +194,13 @@ class Applier:
                 if one not in going
             }
             if not going:
+                if group.absent and not request.dry_run:
+                    await self._engines.host_journal.found(record, group.members[0].name)
                 return _response(group, reports)
-            self._check_ways(request, going, spec)
+            if record.rejected_reason and not request.clear_rejected:
+                # Some serve it, for which it was not rejected.
+                raise _rejected(record)
+            check_ways(request, group, going, spec)
             absent = record.residency != pb.RESIDENCY_STAGED
             durable = request.require_durable or not request.HasField("require_durable")
             targets = await prepare_all(going, record, timeout, durable=durable)
@@ -179,16 +215,20 @@ class Applier:
                 await self._accept(record, going, targets)
             cause = idempotency.cause(request)
             plans = plans_for(going, targets, spec, cause)
-            reports |= await self._carry_out(request, plans)
+            reports |= await self._carry_out(request, group, plans)
             reply = _response(group, reports)
             await self._done(group, plans, idempotency.pack(reply))
             return reply
 
     async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
         async with self._taken(request.engine, None, apply_id=secrets.token_hex(8)) as group:
+            kind = pb.RollbackResponse
+            earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
+            if earlier is not None:
+                return earlier
             record, left = self._way_back(group.members)
             going = [one for one in group.members if one.live.record.version != record.version]
-            self._check_ways(request, going, spec)
+            check_ways(request, group, going, spec)
             targets = await prepare_all(going, record, None, durable=True)
             reason = request.reason or f"rolled back to version {record.version}"
             cause = idempotency.cause(request, rejects=left, reason=reason)
@@ -198,7 +238,7 @@ class Applier:
                 for one in group.members
                 if one not in going
             }
-            reports |= await self._carry_out(request, plans)
+            reports |= await self._carry_out(request, group, plans)
             rejected = await reject(self._model.serving, left, reason)
             reply = pb.RollbackResponse(
                 report=replies.combined(reports),
@@ -217,11 +257,7 @@ class Applier:
             return record if record.order > newest.order else newest
         record = self._model.table.get(request.version)
         if record.serving == pb.SERVING_REJECTED and not request.clear_rejected:
-            raise WeightSyncError(
-                Reason.VERSION_REJECTED,
-                f"version {record.version} is rejected ({record.rejected_reason}); "
-                "set clear_rejected to apply it all the same",
-            )
+            raise _rejected(record)
         if record.order < newest.order:
             back = next(
                 (b for one in members if (b := one.applier.supervisor.served.rollback_to)), 0
@@ -270,13 +306,15 @@ class Applier:
             raise
 
     async def _carry_out(
-        self, request: Request, plans: Sequence[MemberPlan]
+        self, request: Request, group: EngineGroup, plans: Sequence[MemberPlan]
     ) -> dict[str, pb.ApplyReport]:
         if request.order == pb.ENGINE_ORDER_ROLLING and len(plans) > 1:
             # What an engine did alone is no answer to the call.
             parts = [MemberPlan(one.member, _without_key(one.plan)) for one in plans]
-            return await roll_out(parts, request.max_unavailable or 1)
-        if len(plans) > 1:
+            waves_of = request.max_unavailable or 1
+            return await roll_out(parts, waves_of, self._engines.host_journal)
+        between = any(one.plan.spec.mode == BETWEEN_STEPS for one in plans)
+        if group.whole and not between:
             return await switch_together(plans, self._engines.host_journal)
         return {one.member.name: await one.make_live() for one in plans}
 
@@ -298,53 +336,21 @@ class Applier:
                 f"use `weightsync fleet {command}`",
             )
 
-    def _check_order(self, request: Request) -> None:
-        rolling = request.order == pb.ENGINE_ORDER_ROLLING
-        if request.order not in pb.EngineOrder.values():
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID,
-                "order must be TOGETHER or ROLLING; leave it out for TOGETHER",
-            )
-        if request.max_unavailable and not rolling:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID,
-                "max_unavailable goes with order ROLLING; leave it out, or set the order",
-            )
-        slots = self._model.slots
-        if rolling and slots < _ROLLING_SLOTS:
-            raise WeightSyncError(
-                Reason.NO_SLOT,
-                f"a rolling apply needs {_ROLLING_SLOTS} slots, for what is left stays staged, and "
-                f"this server has {slots}; start it with --slots {_ROLLING_SLOTS}, or use TOGETHER",
-            )
-
-    def _check_ways(
-        self, request: Request, members: Sequence[GroupMember], spec: PauseSpec
-    ) -> None:
-        for one in members:
-            check_capable(one.session, spec)
-        rolling = request.order == pb.ENGINE_ORDER_ROLLING
-        if spec.mode == BETWEEN_STEPS and len(members) > 1 and not rolling:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID,
-                "engines that change between two steps cannot wait for each other; use order "
-                "ROLLING, or another pause mode",
-            )
-
 
 def _without_key(plan: CutoverPlan) -> CutoverPlan:
-    return CutoverPlan(plan.target, plan.base, plan.spec, Cause())
+    cause = replace(plan.cause, key="", request="")
+    return CutoverPlan(plan.target, plan.base, plan.spec, cause)
+
+
+def _rejected(record: VersionRecord) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.VERSION_REJECTED,
+        f"version {record.version} is rejected ({record.rejected_reason}); "
+        "set clear_rejected to apply it all the same",
+    )
 
 
 def _response(group: EngineGroup, reports: dict[str, pb.ApplyReport]) -> pb.ApplyVersionResponse:
     return pb.ApplyVersionResponse(
         report=replies.combined(reports), engines=replies.engine_reports(reports, group.absent)
     )
-
-
-def _check_prepare_timeout(request: pb.ApplyVersionRequest) -> None:
-    seconds = request.prepare_timeout.ToNanoseconds() / 1e9
-    if not 0 <= seconds <= _MAX_PREPARE_S:
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID, f"prepare_timeout must be 0 to {_MAX_PREPARE_S} s"
-        )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weightsync import clock
 from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine.rejection import reject
 from weightsync_server.engine.unfinished import unfinished, write_down
 
 if TYPE_CHECKING:
@@ -72,8 +73,12 @@ class BackgroundWork:
         if not self._journal.says_live(live.record.version):
             self._write_at = now + _RETRY_S
             intent = unfinished(self._journal, live)
-            left = self._model.table.find(intent.cause.rejects) if intent is not None else None
-            await write_down(self._journal, live, rejected=bool(left and left.rejected_reason))
+            rejected = False
+            if intent is not None and intent.cause.rejects:
+                # A rollback that ended without its caller.
+                cause = intent.cause
+                rejected = await reject(self._model.serving, cause.rejects, cause.reason)
+            await write_down(self._journal, live, rejected=rejected)
 
     async def _occupy(self, session: EngineSession) -> None:
         if session.loads is not None:

@@ -80,6 +80,7 @@ class EngineApplier:
         timeout_s: float | None,
         *,
         durable: bool = True,
+        apply_id: str = "",
     ) -> PreparedVersion:
         """Have every rank prepare a version; what they read of it is proved.
 
@@ -89,6 +90,7 @@ class EngineApplier:
             record: The version.
             timeout_s: Longest time; None: as configured.
             durable: Whether it must be committed.
+            apply_id: What the ranks shall call it; "": as the apply that has the engine.
 
         Raises:
             WeightSyncError: Nothing is changed.
@@ -98,7 +100,7 @@ class EngineApplier:
         seconds = timeout_s or self._host.limits.prepare_timeout_s
         lease = await self._model.stager.stage(record.version, seconds, durable=durable)
         try:
-            target = await self._proved(session, live, lease, seconds)
+            target = await self._proved(session, live, lease, seconds, apply_id)
         except BaseException:
             lease.release()
             raise
@@ -111,10 +113,11 @@ class EngineApplier:
         live: PreparedVersion,
         lease: SlotLease,
         timeout_s: float,
+        apply_id: str,
     ) -> PreparedVersion:
         # Each shard is digested after every rank has read it: so what they read is proved.
         async with self._model.stager.digesting(lease) as digests:
-            target = await self._prepared(session, lease, digests, timeout_s)
+            target = await self._prepared(session, lease, digests, timeout_s, apply_id)
             try:
                 await self._model.stager.verify(lease, digests)
                 target.check()
@@ -130,6 +133,7 @@ class EngineApplier:
         lease: SlotLease,
         digests: StagedDigests,
         timeout_s: float,
+        apply_id: str,
     ) -> PreparedVersion:
         try:
             return await session.prepare(
@@ -138,7 +142,7 @@ class EngineApplier:
                 timeout_s=timeout_s,
                 patch=True,
                 prefetched=self.supervisor.prefetcher.name_of(lease.record),
-                apply_id=self.supervisor.apply_id,
+                apply_id=apply_id or self.supervisor.apply_id,
                 digests=digests,
             )
         except WeightSyncError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SUFFIX", "check_engines", "engine_name"]
+__all__ = ["NAME", "SUFFIX", "check_engines", "engine_name"]
 
+#: What an engine may be called.
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 #: Of sockets of bridges.
 SUFFIX = ".sock"
 _ALONE = ("embedded", "memory", "none")
@@ -28,13 +31,14 @@ def check_engines(engines: Sequence[str]) -> None:
         ValueError: With the remedy.
     """
     for engine in engines:
-        if engine not in _ALONE and not engine_name(engine.removeprefix("unix:") or "/"):
-            raise ValueError(
-                f"engine must name a socket, such as unix:/run/engine.sock: {engine!r}"
-            )
         if engine not in _ALONE and not engine.startswith("unix:"):
             raise ValueError(
                 f"engine must be unix:PATH, 'embedded', 'memory' or 'none', not {engine!r}"
+            )
+        if engine not in _ALONE and not NAME.fullmatch(engine_name(engine)):
+            raise ValueError(
+                f"engine must name a socket of letters, digits and . _ -, such as "
+                f"unix:/run/engine.sock, not {engine!r}"
             )
         if engine in _ALONE and len(engines) > 1:
             raise ValueError(f"engine {engine} goes with no other; name it alone, or sockets only")

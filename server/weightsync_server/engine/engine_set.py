@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine.engine_names import SUFFIX, engine_name
+from weightsync_server.engine.engine_names import NAME, SUFFIX, engine_name
 from weightsync_server.engine.journal import HostJournal
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from weightsync_server.engine.engine_applier import EngineApplier
@@ -36,6 +36,7 @@ class EngineSet:
         journal: Of all of them.
         folder: In it lie the sockets of engines that come and go; None: none do.
         make: Makes what applies versions to the engine behind a socket, which is not started yet.
+        on_left: Awaited with the name of an engine that is gone.
         own: Sockets of this server, which may lie in the folder.
 
     Attributes:
@@ -48,15 +49,18 @@ class EngineSet:
         journal: JournalFile,
         folder: Path | None = None,
         make: Callable[[Path], EngineApplier] | None = None,
+        on_left: Callable[[str], Awaitable[None]] | None = None,
         own: frozenset[Path] = frozenset(),
     ) -> None:
         self.journal = journal
         self.host_journal = HostJournal(journal)
         self._folder = folder
         self._make = make
+        self._on_left = on_left
         self._own = own
         self._appliers: dict[str, EngineApplier] = {}
         self._found: set[str] = set()
+        self._leaving: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def add(self, applier: EngineApplier) -> None:
@@ -77,6 +81,8 @@ class EngineSet:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        while self._leaving:
+            await asyncio.gather(*self._leaving.values(), return_exceptions=True)
         await asyncio.gather(*(one.supervisor.stop() for one in self._appliers.values()))
         for name in self._found:
             await self._appliers[name].supervisor.close()
@@ -95,6 +101,11 @@ class EngineSet:
     def serving(self) -> bool:
         """Whether an engine serves one verified version."""
         return any(supervisor.serving for supervisor in self.supervisors)
+
+    @property
+    def appliers(self) -> list[EngineApplier]:
+        """Of every engine, in the order of their names."""
+        return list(self._appliers.values())
 
     def named(self, name: str) -> list[EngineApplier]:
         """Return the engine with a name, or all; empty: all.
@@ -146,12 +157,21 @@ class EngineSet:
             self.add(applier)
             self._found.add(name)
             applier.supervisor.start()
-        for name in sorted(self._found - sockets.keys()):
+        for name in sorted(self._found - sockets.keys() - self._leaving.keys()):
             logger.info("engine %s is gone", name)
+            # An apply that has it ends first; one that comes back under its name waits for that.
+            self._leaving[name] = asyncio.create_task(self._leave(name), name=f"leave {name}")
+
+    async def _leave(self, name: str) -> None:
+        try:
+            if self._on_left is not None:
+                await self._on_left(name)
+            await self._appliers[name].supervisor.leave()
+        finally:
+            del self._appliers[name], self._leaving[name]
             self._found.discard(name)
-            await self._appliers.pop(name).supervisor.leave()
 
 
 def _sockets(folder: Path, own: frozenset[Path]) -> list[Path]:
     found = (path.resolve() for path in folder.glob(f"*{SUFFIX}") if path.is_socket())
-    return [path for path in found if path not in own]
+    return [path for path in found if path not in own and NAME.fullmatch(engine_name(path))]

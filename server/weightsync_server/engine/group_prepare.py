@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import WeightSyncError
 from weightsync_server.engine.outcome import CutoverPlan
+from weightsync_server.engine.refusals import of_engine
 from weightsync_server.engine.rollout import MemberPlan
 
 if TYPE_CHECKING:
@@ -55,14 +56,15 @@ async def prepare_all(
             if not task.cancelled() and task.exception() is None:
                 await one.applier.drop(one.session, one.live, task.result())
         raise
-    ready, failure = [], None
+    ready: list[tuple[GroupMember, PreparedVersion]] = []
+    failure: BaseException | None = None
     for one, outcome in zip(members, outcomes, strict=True):
         if not isinstance(outcome, BaseException):
             ready.append((one, outcome))
             continue
         one.error = outcome
-        if isinstance(outcome, WeightSyncError) and failure is None:
-            outcome.message = f"engine {one.name}: {outcome.message}"
+        if isinstance(outcome, WeightSyncError):
+            failure = failure or of_engine(one.name, outcome)
         failure = failure or outcome
     if failure is not None:
         await drop_all([one for one, _ in ready], [target for _, target in ready])

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import WeightSyncError
-from weightsync_server.engine.journal_file import HOST, Entry
+from weightsync_server.engine.journal_file import HOST, Answer, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from weightsync_server.engine.journal_file import Answer, JournalFile
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.engine.journal_file import JournalFile
     from weightsync_server.engine.outcome import CutoverPlan, PreparedVersion
 
 __all__ = ["HostJournal", "Journal", "disk_errors_logged", "live_in_store"]
@@ -52,8 +53,7 @@ class Journal:
 
     def _entries(self) -> Iterator[Entry]:
         """Yield the records that count for the engine, newest first."""
-        counting = ("", HOST, self.engine)
-        return (entry for entry in self._file.newest_first() if entry.engine in counting)
+        return (entry for entry in self._file.newest_first() if entry.counts_for(self.engine))
 
     @property
     def last(self) -> Entry | None:
@@ -240,10 +240,25 @@ class HostJournal:
     async def restored(self, plans: Mapping[str, CutoverPlan], answer: Answer) -> None:
         """Write down that all have ended with what they served, and what the caller is answered."""
         done = _together("DONE", plans)
-        done = replace(done, version=done.previous)
+        live, before = Journal(self._file, next(iter(plans))).live
+        previous = before if live == done.previous else live
+        done = replace(done, version=done.previous, previous=previous)
         bases = [plan.base.record for plan in plans.values()]
         with disk_errors_logged():
             await self._end(done, answer, in_store=all(base.commit for base in bases))
+
+    async def found(self, record: VersionRecord, engine: str) -> None:
+        """Write down that all shall hold what those serve already that are there.
+
+        Args:
+            record: The version.
+            engine: Name of one that serves it.
+        """
+        live, before = Journal(self._file, engine).live
+        previous = before if live == record.version else live
+        entry = Entry("DONE", "", record.version, previous, engine=HOST)
+        with disk_errors_logged():
+            await self._end(entry, Answer(), in_store=record.commit is not None)
 
     async def _end(self, entry: Entry, answer: Answer, *, in_store: bool) -> None:
         cause = replace(entry.cause, rejects=0, reason="")

@@ -6,6 +6,7 @@ A torn or damaged tail is ignored; the last good record tells where an engine wa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -62,7 +63,8 @@ class Entry:
         store: For DONE: digest of the URL of the store in which the version is committed; empty: in
             none that lasts.
         engine: Its name; `HOST`: those that go together; empty: the one of an earlier release.
-        bases: For `HOST`, where engines are, or were, on a version of their own: which, by name.
+        bases: For `HOST`, before a decision and where all went back: what engines served, by name.
+            The record is of no other engine then.
     """
 
     event: str
@@ -74,6 +76,12 @@ class Entry:
     store: str = ""
     engine: str = ""
     bases: dict[str, int] = field(default_factory=dict)
+
+    def counts_for(self, engine: str) -> bool:
+        """Tell whether it says something of an engine."""
+        if self.engine == HOST:
+            return not self.bases or engine in self.bases
+        return self.engine in ("", engine)
 
     def meant_for(self, engine: str) -> int:
         """Return what an engine shall hold as of this record; 0: what it held before."""
@@ -164,10 +172,16 @@ class JournalFile:
         with self._lock:
             if self._torn or os.fstat(self._fd).st_size > _ROTATE_BYTES:
                 self._rewrite()
-            data = _encode(entry)
+            data, size = _encode(entry), os.fstat(self._fd).st_size
             self._torn = True
-            durable_files.write(self._fd, data)
-            durable_files.fsync(self._fd)
+            try:
+                durable_files.write(self._fd, data)
+                durable_files.fsync(self._fd)
+            except OSError:
+                # A record that was refused must not be found after a crash either.
+                with contextlib.suppress(OSError):
+                    durable_files.cut(self._fd, size)
+                raise
             self._torn = False
             self._entries.append(entry)
 

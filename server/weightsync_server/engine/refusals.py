@@ -10,7 +10,7 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["asleep", "no_place", "refusal"]
+__all__ = ["asleep", "no_place", "of_engine", "refusal"]
 
 #: Names in the sentence, and characters of each.
 _SHOWN, _SHOWN_CHARS = 3, 80
@@ -21,6 +21,16 @@ _MAX_BYTES = 1000
 def asleep() -> WeightSyncError:
     """Return what is said of everything that needs weights which sleep mode holds."""
     return WeightSyncError(Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again")
+
+
+def of_engine(engine: str, error: WeightSyncError) -> WeightSyncError:
+    """Return a refusal with the name of the engine that it is of."""
+    return WeightSyncError(
+        error.reason,
+        f"engine {engine}: {error.message}",
+        metadata=error.metadata,
+        retry_after_s=error.retry_after_s,
+    )
 
 
 def refusal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,6 +59,10 @@ class MemberPlan:
     member: GroupMember
     plan: CutoverPlan
 
+    async def drop(self) -> None:
+        """Let go of what was prepared."""
+        await self.member.applier.drop(self.member.session, self.plan.base, self.plan.target)
+
     async def make_live(self, step: Together | None = None) -> pb.ApplyReport:
         """Return when the engine generates on its target; what fails is told to the others."""
         member, name = self.member, self.member.name
@@ -77,7 +82,7 @@ async def switch_together(
     """Return when all engines generate on the target, which none did before all were proved.
 
     Args:
-        plans: Engines with the same target.
+        plans: Engines with the same target, at least one: others that are away join it.
         journal: Where the one INTENT and the one decision go; DONE must follow.
         consent: Of others than these engines, who decide for them; None: nobody else is asked.
 
@@ -86,9 +91,13 @@ async def switch_together(
             an engine that does not; what was decided is in the journal, and it is brought there.
     """
     named = {one.member.name: one.plan for one in plans}
-    with translate_os_errors("the apply"):
-        await failpoints.reach("host.intent")
-        await journal.intent(named)
+    try:
+        with translate_os_errors("the apply"):
+            await failpoints.reach("host.intent")
+            await journal.intent(named)
+    except BaseException:
+        await drop(plans)
+        raise
 
     async def write() -> None:
         with translate_os_errors("the apply"):
@@ -124,12 +133,21 @@ async def _until_written(write: Callable[[], Awaitable[None]]) -> None:
         await asyncio.sleep(_WRITE_AGAIN_S)
 
 
-async def roll_out(plans: Sequence[MemberPlan], max_unavailable: int) -> dict[str, pb.ApplyReport]:
+async def drop(plans: Sequence[MemberPlan]) -> None:
+    """Let go of what was prepared for applies that are not begun."""
+    for one in plans:
+        await one.drop()
+
+
+async def roll_out(
+    plans: Sequence[MemberPlan], max_unavailable: int, journal: HostJournal
+) -> dict[str, pb.ApplyReport]:
     """Return when all engines generate on the target, a few of them away at once.
 
     Args:
         plans: Engines with the same target, in the order in which they take it.
         max_unavailable: How many may be away at once.
+        journal: Where it goes that all have gone back.
 
     Raises:
         WeightSyncError: Of the first engines that failed; those that went before are back on what
@@ -138,14 +156,14 @@ async def roll_out(plans: Sequence[MemberPlan], max_unavailable: int) -> dict[st
     reports: dict[str, pb.ApplyReport] = {}
     for start in range(0, len(plans), max_unavailable):
         wave = plans[start : start + max_unavailable]
-        with translate_os_errors("the apply"):
-            await failpoints.reach("host.wave")
         outcomes = await asyncio.gather(*map(_live_alone, wave), return_exceptions=True)
         named = [one.member.name for one in wave]
-        errors = _errors(named, outcomes)
-        if errors:
-            went = [*plans[:start], *(one for one in wave if one.member.error is None)]
-            raise await _put_back(went, _failure(errors))
+        failed = [one for one in wave if one.member.error is not None]
+        if failed:
+            await drop(plans[start + max_unavailable :])
+            errors = _errors(named, outcomes)
+            went = [*plans[:start], *(one for one in wave if one not in failed)]
+            raise await _put_back(went, failed, _failure(errors), journal)
         reports |= zip(named, _reports(outcomes), strict=True)
     return reports
 
@@ -156,23 +174,50 @@ async def _live_alone(one: MemberPlan) -> pb.ApplyReport:
     return report
 
 
-async def _put_back(went: Sequence[MemberPlan], failure: WeightSyncError) -> WeightSyncError:
-    """Return the failure when the engines that went before serve again what they did."""
+async def _put_back(
+    went: Sequence[MemberPlan],
+    failed: Sequence[MemberPlan],
+    failure: WeightSyncError,
+    journal: HostJournal,
+) -> WeightSyncError:
+    """Return the failure when the engines that went before serve again what they did.
+
+    What those hold that failed may not be known: it is written down what they shall.
+    """
+    back, left = {one.member.name: one.plan for one in failed}, ""
     for one in reversed(went):
-        member, plan = one.member, one.plan
         try:
-            back = await member.applier.ready(
-                member.session, plan.target, plan.base.record, None, durable=False
+            await _live_again(one)
+        except Exception as error:
+            why = error.message if isinstance(error, WeightSyncError) else "a fault in the server"
+            logger.critical("engine %s is not put back", one.member.name, exc_info=True)
+            left += (
+                f"; engine {one.member.name} stays on version {one.plan.target.record.version}, "
+                f"for it could not be put back ({why})"
             )
-            again = MemberPlan(member, CutoverPlan(back, plan.target, plan.spec, Cause()))
-            await _live_alone(again)
-        except WeightSyncError as error:
-            logger.critical("engine %s was not put back: %s", member.name, error.message)
-            failure.message += (
-                f"; engine {member.name} stays on version {plan.target.record.version}, for it "
-                f"could not be put back ({error.message})"
-            )
-    return failure
+        else:
+            back[one.member.name] = one.plan
+    await journal.restored(back, Answer())
+    return WeightSyncError(
+        failure.reason,
+        failure.message + left,
+        metadata=failure.metadata,
+        retry_after_s=failure.retry_after_s,
+    )
+
+
+async def _live_again(one: MemberPlan) -> None:
+    member, plan = one.member, one.plan
+    # Not the name of what is live: the ranks tell the two apart by it.
+    target = await member.applier.ready(
+        member.session,
+        plan.target,
+        plan.base.record,
+        None,
+        durable=False,
+        apply_id=secrets.token_hex(8),
+    )
+    await _live_alone(MemberPlan(member, CutoverPlan(target, plan.target, plan.spec, Cause())))
 
 
 def _errors(

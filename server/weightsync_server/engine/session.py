@@ -306,13 +306,21 @@ class EngineSession:
             renewal.cancel()
 
     def _fencing(self, spec: PauseSpec, open_apply: OpenApply) -> PauseSpec:
+        self.check_fences()
+        return replace(spec, on_expiry=OnExpiry.FENCE, apply=open_apply)
+
+    def check_fences(self) -> None:
+        """Refuse an engine that would resume when a pause runs out, whatever others do.
+
+        Raises:
+            WeightSyncError: ENGINE_UNSUPPORTED.
+        """
         if FENCES_ON_EXPIRY not in self.info.capabilities:
             raise WeightSyncError(
                 Reason.ENGINE_UNSUPPORTED,
                 "the plugin in vLLM would resume when a pause runs out, and this apply needs it to "
                 "fence; install the same weightsync release on both sides",
             )
-        return replace(spec, on_expiry=OnExpiry.FENCE, apply=open_apply)
 
     def longest_pause_s(self, spec: PauseSpec) -> float:
         """Return how long vLLM may take to stand still, in seconds."""

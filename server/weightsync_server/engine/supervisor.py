@@ -126,7 +126,10 @@ class EngineSupervisor:
 
     async def leave(self) -> None:
         """Stop watching an engine that is gone for good, and show nothing of it any more."""
-        await self.stop()
+        async with self._lock:
+            # An apply of it has failed by now, and no rank of it reads anything any more.
+            await self.stop()
+            self.quarantine.answered()
         self._model.serving.forget(self.name)
         self._model.segments.forget_engine(self.name)
         self._shown.remove()
@@ -185,12 +188,8 @@ class EngineSupervisor:
 
     def status(self) -> pb.EngineStatus:
         """Return what GetStatus shows of the engine."""
-        session = self._session
-        status = (
-            self._condition.status(session.live, session.loads)
-            if session is not None
-            else self._condition.status(None)
-        )
+        live = self._session.live if self._session is not None else None
+        status = self._condition.status(live, self.loads)
         status.name, status.apply_id = self.name, self.apply_id
         replies.show_served(status, self.served, self._model.table, self.loads)
         return status
@@ -444,7 +443,8 @@ class EngineSupervisor:
         self.prefetcher.forget()
         if self._session is not None:
             self._session.close()
+            # Not before each try to reach one that is away: the others are there.
+            self._model.accepted.forget()
         self._model.segments.engines.discard(self.name)
-        self._model.accepted.forget()
         self._session = None
         self._condition.forget()

@@ -113,6 +113,11 @@ def fsync(fd: int) -> None:
     os.fsync(fd)
 
 
+def cut(fd: int, size: int) -> None:
+    """Cut a file off; what was behind its new end may come back after a loss of power."""
+    os.ftruncate(fd, size)
+
+
 def rename(source: Path | str, target: Path | str) -> None:
     """Give a file another name, in the place of what had it; durable after `flush_directory`."""
     failpoints.hit("file.rename")

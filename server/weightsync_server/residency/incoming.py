@@ -6,6 +6,7 @@ engines copied it from a trainer's GPU themselves, by digests of what they have.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,8 @@ class IncomingReader:
         self._ipc: dict[int, IpcAddresses] = {}
         self.ended_at: float | None = None
         self._writer: ArrivalWriter | None = None
+        # Engines ask at the same time, and all look at one.
+        self._making = asyncio.Lock()
 
     @property
     def stays(self) -> bool:
@@ -92,20 +95,26 @@ class IncomingReader:
         Raises:
             WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors).
         """
-        if self._writer is not None:
-            return self._writer.segment.id
+        async with self._making:
+            if self._writer is None and self.ended_at is None:
+                await self._make()
+        if self._writer is None:
+            return ""
+        # Each time: an engine that asks now may not have been there when another one did.
+        self._keeper.expose([self._writer.segment.id, *self._ids])
+        return self._writer.segment.id
+
+    async def _make(self) -> None:
         made: list[ArrivalWriter] = []
         await self._keeper.write(partial(self._written, made))
         (self._writer,) = made
         if self.ended_at is not None:
             self.end()
-            return ""
+            return
         for shard, where in self._ipc.items():
             self._writer.mark_ipc(shard, where)
         for shard in self._complete:
             self._writer.mark(shard)
-        self._keeper.expose([self._writer.segment.id, *self._ids])
-        return self._writer.segment.id
 
     def _written(self, made: list[ArrivalWriter]) -> Segment:
         made.append(ArrivalWriter(self._layout, self._ids))

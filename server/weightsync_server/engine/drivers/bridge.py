@@ -215,6 +215,10 @@ class BridgeEngine:
             return await call
         except grpc.aio.AioRpcError as error:
             self._refuse(error)
+        except grpc.aio.UsageError:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY, f"the engine at {self._address} has left; start it again"
+            ) from None
 
     def _refuse(self, error: grpc.aio.AioRpcError) -> Never:
         refusal = from_call(error)

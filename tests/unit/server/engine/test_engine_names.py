@@ -33,6 +33,8 @@ def test_names(engine: str, name: str) -> None:
         (["none", "none"], "engine none goes with no other"),
         (["127.0.0.1:1"], "engine must be unix:PATH"),
         (["unix:"], "engine must name a socket"),
+        (["unix:/run/*.sock"], "engine must name a socket"),
+        (["unix:/run/.sock"], "engine must name a socket"),
         ([""], "engine must"),
     ],
 )

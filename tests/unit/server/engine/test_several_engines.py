@@ -422,3 +422,206 @@ async def test_applies_of_many_callers_end_in_one_order(
             assert not isinstance(outcome, BaseException) or isinstance(outcome, WeightSyncError)
         await it.apply()
         await it.all_serve(4)
+
+
+async def test_a_failure_of_some_leaves_others_on_their_own_version(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines, slots=4) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        await it.apply(2, engine="c")
+        engines["b"].wrong.append(bytes(256))
+        with pytest.raises(WeightSyncError, match="engine b"):
+            await it.apply(2)
+        await asyncio.sleep(0.2)
+        await until(lambda: all(one.serving for one in it.set.supervisors))
+        assert it.serves() == {"a": 1, "b": 1, "c": 2}
+    async with host(tmp_path, engines, slots=4) as it:
+        await until(lambda: all(one.serving for one in it.set.supervisors))
+        assert it.serves() == {"a": 1, "b": 1, "c": 2}
+
+
+async def test_what_is_never_begun_keeps_no_lease(
+    tmp_path: Path, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leases() -> dict[int, int]:
+        slots = it.here.model.slots.slots
+        return {slot.record.version: slot.leases for slot in slots if slot.record is not None}
+
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+
+        def full(_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(it.set.journal, "write", full)
+            with pytest.raises(WeightSyncError, match="No space left"):
+                await it.apply(2)
+        assert leases() == {1: 3, 2: 0}
+        engines["a"].wrong.append(bytes(256))
+        with pytest.raises(WeightSyncError, match="engine a"):
+            await it.apply(2, order=pb.ENGINE_ORDER_ROLLING)
+        await until(lambda: leases() == {1: 3, 2: 0})
+        assert it.serves() == dict.fromkeys(NAMES, 1)
+
+
+async def test_a_rollback_whose_resume_is_not_confirmed_rejects_all_the_same(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        await it.apply(2)
+
+        def away() -> None:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "connection reset")
+
+        engines["b"].before["resume"] = engines["b"].before["renew"] = away
+        looks = 0
+
+        def look(health: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return health
+
+        engines["b"].after["health"] = look
+        with pytest.raises(WeightSyncError, match="engine b") as caught:
+            await it.rollback(idempotency_key="k")
+        assert caught.value.reason is Reason.ENGINE_AWAY
+        engines["b"].before.clear()
+        await it.all_serve(1)
+        await until(lambda: bool(it.here.model.table.get(2).rejected_reason))
+        assert (await it.rollback(idempotency_key="k")).rejected_version == 2
+
+
+async def test_one_of_two_is_a_decision_for_both(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    two = {name: engines[name] for name in ("a", "b")}
+    async with host(tmp_path, two) as it:
+        await it.all_serve(1)
+        await it.push(2)
+
+        def away() -> None:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
+
+        engines["b"].before["health"] = away
+        await until(lambda: not it.supervisor("b").serving)
+        await it.apply(2)
+        lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
+        assert b"COMMIT" in lines[-2]
+    # The server died before it was done, and b is back as it was.
+    (tmp_path / "journal").write_bytes(b"".join(lines[:-1]))
+    engines["b"].before.clear()
+    async with host(tmp_path, two) as it:
+        await it.all_serve(2)
+
+
+async def test_what_is_live_already_is_decided_for_who_is_away(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    two = {name: engines[name] for name in ("a", "b")}
+    async with host(tmp_path, two) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        await it.apply(2, engine="a")
+
+        def away() -> None:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
+
+        engines["b"].before["health"] = away
+        await until(lambda: not it.supervisor("b").serving)
+        assert (await it.apply(2)).report.outcome == pb.APPLY_OUTCOME_ALREADY_LIVE
+        engines["b"].before.clear()
+        await it.all_serve(2)
+
+
+async def test_an_engine_of_which_nobody_knew_goes_back_with_a_rolling_apply(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    """Its ranks hold the target, and its resume was not confirmed."""
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+
+        def away() -> None:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "connection reset")
+
+        engines["b"].before["resume"] = engines["b"].before["renew"] = away
+        with pytest.raises(WeightSyncError, match="engine b"):
+            await it.apply(2, order=pb.ENGINE_ORDER_ROLLING)
+        engines["b"].before.clear()
+        await it.all_serve(1)
+
+
+async def test_a_version_is_rejected_only_for_its_own_fault(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+
+        def asleep() -> None:
+            del engines["b"].before["pause"]
+            raise WeightSyncError(Reason.ENGINE_ASLEEP, "the engine sleeps")
+
+        engines["b"].before["pause"] = asleep
+        with pytest.raises(WeightSyncError, match="the engine sleeps"):
+            await it.apply(2)
+        assert not it.here.model.table.get(2).rejected_reason
+        await it.apply(2)
+        await it.all_serve(2)
+
+
+async def test_the_way_back_outlives_an_apply_that_went_back(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines, slots=4) as it:
+        await it.all_serve(1)
+        await it.push(2, 3)
+        await it.apply(2)
+        engines["b"].wrong.append(bytes(256))
+        with pytest.raises(WeightSyncError, match="engine b"):
+            await it.apply(3)
+    async with host(tmp_path, engines, slots=4) as it:
+        await it.all_serve(2)
+        assert it.here.model.serving.rollback_to == 1
+        await it.rollback()
+        assert it.serves() == dict.fromkeys(NAMES, 1)
+
+
+async def test_a_version_that_one_engine_left_is_not_spread(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        await it.apply(2)
+        await it.rollback(engine="b")
+        for version in (0, 2):
+            with pytest.raises(WeightSyncError) as caught:
+                await it.apply(version)
+            assert caught.value.reason is Reason.VERSION_REJECTED
+        assert it.serves() == {"a": 2, "b": 1, "c": 2}
+        await it.apply(2, clear_rejected=True)
+        assert it.serves() == dict.fromkeys(NAMES, 2)
+
+
+async def test_layouts_are_checked_while_an_engine_is_away(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+
+        def away() -> None:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
+
+        engines["b"].before["health"] = away
+        await until(lambda: not it.supervisor("b").serving)
+        await it.push(2)
+        await it.apply(2)
+        await asyncio.sleep(0.2)
+        assert await it.here.model.accepted.names() == {"a", "b", "c"}

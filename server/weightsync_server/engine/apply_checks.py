@@ -1,0 +1,86 @@
+"""Refuses applies that cannot be done as they are asked for, before anything is begun."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.engine import BETWEEN_STEPS
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine.engine_applier import check_capable
+from weightsync_server.engine.refusals import of_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.engine import PauseSpec
+    from weightsync_server.engine.engine_group import EngineGroup, GroupMember
+    from weightsync_server.engine.idempotency import Request
+
+__all__ = ["check_order", "check_prepare_timeout", "check_ways"]
+
+_MAX_PREPARE_S = 3600
+#: Slots that a rolling apply needs: what is left stays staged for those that must go back.
+_ROLLING_SLOTS = 3
+
+
+def check_order(request: Request, slots: int) -> None:
+    """Refuse an order that is none, or that this server cannot keep.
+
+    Args:
+        request: An apply or a rollback.
+        slots: How many versions memory holds at once.
+    """
+    rolling = request.order == pb.ENGINE_ORDER_ROLLING
+    if request.order not in pb.EngineOrder.values():
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "order must be TOGETHER or ROLLING; leave it out for TOGETHER",
+        )
+    if request.max_unavailable and not rolling:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "max_unavailable goes with order ROLLING; leave it out, or set the order",
+        )
+    if rolling and slots < _ROLLING_SLOTS:
+        raise WeightSyncError(
+            Reason.NO_SLOT,
+            f"a rolling apply needs {_ROLLING_SLOTS} slots, for what is left stays staged, and "
+            f"this server has {slots}; start it with --slots {_ROLLING_SLOTS}, or use TOGETHER",
+        )
+
+
+def check_ways(
+    request: Request,
+    group: EngineGroup,
+    members: Sequence[GroupMember],
+    spec: PauseSpec,
+) -> None:
+    """Refuse what the engines that are taken cannot do in this way."""
+    rolling = request.order == pb.ENGINE_ORDER_ROLLING
+    for one in members:
+        check_capable(one.session, spec)
+        if group.whole and not rolling and spec.mode != BETWEEN_STEPS:
+            _check_fences(one)
+    if spec.mode == BETWEEN_STEPS and len(members) > 1 and not rolling:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "engines that change between two steps cannot wait for each other; use order "
+            "ROLLING, or another pause mode",
+        )
+
+
+def _check_fences(member: GroupMember) -> None:
+    try:
+        member.session.check_fences()
+    except WeightSyncError as error:
+        raise of_engine(member.name, error) from None
+
+
+def check_prepare_timeout(request: pb.ApplyVersionRequest) -> None:
+    """Refuse a time that is none."""
+    seconds = request.prepare_timeout.ToNanoseconds() / 1e9
+    if not 0 <= seconds <= _MAX_PREPARE_S:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, f"prepare_timeout must be 0 to {_MAX_PREPARE_S} s"
+        )
