@@ -303,3 +303,7 @@ class Answers(pb_grpc.WeightSyncServicer):
             for name in self.models
         ]
         return pb.GetStatusResponse(server_version="0.1.0", models=models, fetchers=2)
+
+    def GetFleetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
+        self.note("GetFleetStatus", request, context)
+        return pb.GetFleetStatusResponse()
