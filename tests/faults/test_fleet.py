@@ -192,7 +192,7 @@ MEMBER = {
 
 
 @pytest.mark.parametrize("point", MEMBER)
-@pytest.mark.parametrize("how", ["panic", "stop"])
+@pytest.mark.parametrize("how", ["panic", pytest.param("stop", marks=pytest.mark.battery)])
 async def test_a_member_dies_or_freezes_in_a_barrier(site: Site, point: str, how: str) -> None:
     register = open_register(site.url)
     site.start("a")

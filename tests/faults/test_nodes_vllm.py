@@ -172,7 +172,12 @@ def test_both_nodes_take_a_version_and_go_back_as_one(site: NodesSite) -> None:
     assert site.vllm.complete(_PROMPT)["tokens"] == answer
 
 
-@pytest.mark.parametrize("point", ["node.stage", "node.chunk", "node.staged", "node.report"])
+#: The other points are tried with engines in memory, in integration/test_engine_nodes.py.
+def _often(often: str, *seldom: str) -> list[Any]:
+    return [often, *(pytest.param(point, marks=pytest.mark.battery) for point in seldom)]
+
+
+@pytest.mark.parametrize("point", _often("node.staged", "node.stage", "node.chunk", "node.report"))
 def test_a_node_that_dies_before_the_pause_changes_nothing(site: NodesSite, point: str) -> None:
     before = site.digests()
     version = site.push("b")
@@ -185,7 +190,7 @@ def test_a_node_that_dies_before_the_pause_changes_nothing(site: NodesSite, poin
 
 
 @pytest.mark.parametrize(
-    "point", ["apply.pause", "apply.commit", "apply.committed", "apply.resumed"]
+    "point", _often("apply.commit", "apply.pause", "apply.committed", "apply.resumed")
 )
 def test_a_node_that_dies_later_on_never_leaves_it_half_done(site: NodesSite, point: str) -> None:
     before = site.digests()

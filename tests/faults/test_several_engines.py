@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -22,7 +22,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import EngineState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tests.support.several_engines import EngineHost
 
@@ -68,7 +68,16 @@ def _died(host: EngineHost) -> bool:
     return process is not None and process.poll() is not None
 
 
-@pytest.mark.parametrize("point", [*BEFORE, "apply.pause", *UNDECIDED, *DECIDED])
+#: Tried in every run; the others take long and tell little more.
+OFTEN = ("host.intent", "host.still", "apply.commit", "host.decide", "host.decided", "host.done")
+
+
+def _seldom(points: Iterable[str]) -> list[Any]:
+    often = {point: () if point in OFTEN else pytest.mark.battery for point in points}
+    return [pytest.param(point, marks=marks) for point, marks in often.items()]
+
+
+@pytest.mark.parametrize("point", _seldom([*BEFORE, "apply.pause", *UNDECIDED, *DECIDED]))
 def test_the_server_is_killed_at_every_point(host: EngineHost, point: str) -> None:
     host.push(1)
     host.plan(f"{point}=panic")
@@ -99,7 +108,9 @@ def test_the_server_is_killed_at_every_point(host: EngineHost, point: str) -> No
 
 
 @pytest.mark.parametrize("point", ["host.intent", "host.still", "host.decide"])
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.battery)]
+)
 def test_one_engine_dies_or_freezes_before_the_decision(
     host: EngineHost, point: str, blow: signal.Signals
 ) -> None:
@@ -112,7 +123,7 @@ def test_one_engine_dies_or_freezes_before_the_decision(
     host.all_serve(2)
 
 
-@pytest.mark.parametrize("point", ["host.decided", "apply.resume", "apply.resumed"])
+@pytest.mark.parametrize("point", _seldom(["host.decided", "apply.resume", "apply.resumed"]))
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_engine_dies_or_freezes_after_the_decision(
     host: EngineHost, point: str, blow: signal.Signals

@@ -86,6 +86,7 @@ def test_calls_of_a_frozen_server_end_in_one_sentence() -> None:
             client.close()
 
 
+@pytest.mark.battery
 def test_a_quiet_stream_over_a_healthy_link_goes_on() -> None:
     tcp = free_address()
     with serving(tcp=tcp) as server:
@@ -121,6 +122,7 @@ def _server(hosts: NetworkHosts) -> Iterator[Secured]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.battery
 def test_a_watch_over_a_cut_link_ends_in_one_sentence(server: Secured, hosts: NetworkHosts) -> None:
     with Client(server.socket("push")) as trainer:
         pushed = trainer.push(TENSORS).version
