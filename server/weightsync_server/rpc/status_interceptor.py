@@ -201,8 +201,8 @@ class _Guard:
         if isinstance(error, asyncio.CancelledError):
             end(grpc.StatusCode.CANCELLED)
             return
-        if isinstance(error, grpc.aio.UsageError) and context.cancelled():
-            # The caller left between two messages.
+        if isinstance(error, grpc.aio.UsageError | grpc.aio.InternalError) and context.cancelled():
+            # The caller left between two messages, or in one.
             end(grpc.StatusCode.CANCELLED)
             raise asyncio.CancelledError
         if isinstance(error, grpc.aio.AbortError):
