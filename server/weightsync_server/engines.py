@@ -77,7 +77,7 @@ class Engines:
         self._host = host
         self._journal = journal
         self._on_change = on_change
-        self._named: dict[str, tuple[EngineSupervisor, Engine]] = {}
+        self._engines: dict[str, tuple[EngineSupervisor, Engine]] = {}
         self._applier: Applier | None = None
         self._updates: dict[str, UpdateCommitter] = {}
         self.set = EngineSet(
@@ -91,13 +91,12 @@ class Engines:
     def add(self, name: str, engine: Engine) -> None:
         """Take an engine up."""
         applier = self._made(name, engine)
-        self._named[name] = applier.supervisor, engine
         self.set.add(applier)
 
     def start_updates(self, applier: Applier) -> None:
         """Have what engines receive by themselves become versions, from now on."""
         self._applier = applier
-        for name, (supervisor, engine) in self._named.items():
+        for name, (supervisor, engine) in self._engines.items():
             self._watch_updates(name, supervisor, engine, applier)
 
     async def stop_updates(self) -> None:
@@ -121,9 +120,11 @@ class Engines:
         return made
 
     async def _left(self, name: str) -> None:
-        updates = self._updates.pop(name, None)
+        updates, (_, engine) = self._updates.pop(name, None), self._engines.pop(name)
         if updates is not None:
             await updates.stop()
+        if self._parts.nodes is not None:
+            self._parts.nodes.release(engine)
 
     def _made(self, name: str, engine: Engine) -> EngineApplier:
         supervisor = EngineSupervisor(
@@ -133,6 +134,7 @@ class Engines:
             Journal(self._journal, name),
             lambda: self._on_change(self.set.serving),
         )
+        self._engines[name] = supervisor, engine
         return EngineApplier(supervisor, self._parts, self._host)
 
 

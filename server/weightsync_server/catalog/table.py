@@ -154,9 +154,8 @@ class VersionTable:
 
     def same_content(self, content_digest: str) -> VersionRecord | None:
         """Return the newest committed version with this content, or None."""
-        return next(
-            (r for r in self.list() if r.commit and r.content_digest == content_digest), None
-        )
+        same = (r for r in self.list() if r.commit and r.content_digest == content_digest)
+        return max(same, key=lambda record: record.order, default=None)
 
     def brought_by(self, *, push_id: str = "", key: str = "") -> VersionRecord | None:
         """Return the newest committed version of a push, by its id or its key, or None."""

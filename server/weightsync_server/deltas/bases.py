@@ -27,7 +27,8 @@ def find_base(versions: VersionTable, content_digest: str, run_id: str) -> Versi
         WeightSyncError: BASE_MISMATCH, telling what is held.
     """
     why = f"no version here has content {content_digest}"
-    for base in versions.list():
+    # What this host alone has comes last: nobody else has it for a base.
+    for base in sorted(versions.list(), key=lambda record: -record.order):
         if base.commit is None or base.content_digest != content_digest:
             continue
         damaged = next((record for record in base.chain if record.damaged), None)

@@ -164,9 +164,9 @@ class EngineSet:
 
     async def _leave(self, name: str) -> None:
         try:
+            await self._appliers[name].supervisor.leave()
             if self._on_left is not None:
                 await self._on_left(name)
-            await self._appliers[name].supervisor.leave()
         finally:
             del self._appliers[name], self._leaving[name]
             self._found.discard(name)

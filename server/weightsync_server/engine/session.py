@@ -63,7 +63,7 @@ class EngineSession:
         plan_proved: Whether the live parameters were compared with the engine's own checkpoint.
         on_load: Awaited when the ranks have begun to load; None: nothing is.
         tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
-            was there before.
+            was there before, and have mapped nothing on other nodes since.
         nodes: Servers of its other nodes; None: none may join.
     """
 
@@ -385,6 +385,9 @@ class EngineSession:
         if self.live is not None and self.live.lease is not prepared.lease:
             self.live.lease.release()
         self.live = prepared
+        if self.info.nodes > 1:
+            # Other nodes have copies of their own, of which no segment here is retired.
+            self.tidy = False
         await self.release_prepared()
 
     async def unmap(self, existing: frozenset[str], prefetched: str = "") -> frozenset[str] | None:

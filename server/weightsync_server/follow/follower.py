@@ -104,13 +104,12 @@ class Follower:
         while True:
             try:
                 await self._catch_up()
+                self._complaint, wait_s = "", _AGAIN_S
+                await self._origin.changed()
             except Exception as error:  # noqa: BLE001 - whatever it was, it is tried again
                 self._complain(error)
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _MOST_S)
-            else:
-                self._complaint, wait_s = "", _AGAIN_S
-                await self._origin.changed()
 
     def _complain(self, error: Exception) -> None:
         """Count a failure, and log it unless it is the last one again."""
@@ -255,6 +254,12 @@ class Follower:
         lease.release()
 
 
+def _key(fetch: Fetch) -> str:
+    # With its number: an origin may have one content under several.
+    version, form = fetch.version, "delta" if fetch.delta else "full"
+    return f"follow-{version.version}-{version.content_digest}-{form}"
+
+
 def _begin(fetch: Fetch) -> pb.BeginPushRequest:
     """Return the call that opens the push of a version; the same one finds it again."""
     version = fetch.version
@@ -264,7 +269,7 @@ def _begin(fetch: Fetch) -> pb.BeginPushRequest:
         kind=pb.PUSH_KIND_DELTA if fetch.delta else pb.PUSH_KIND_FULL,
         total_bytes=version.delta_bytes if fetch.delta else version.size_bytes,
         metadata=version.metadata,
-        idempotency_key=f"follow-{version.content_digest}-{'delta' if fetch.delta else 'full'}",
+        idempotency_key=_key(fetch),
     )
     if fetch.delta:
         request.base_content_digest = version.base_content_digest

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from weightsync.errors import WeightSyncError
 from weightsync_server.follow.stored_bytes import StoredBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from weightsync_server.follow.fetch_plan import Fetch
     from weightsync_server.ops.meters import Meters
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from weightsync_server.store.version_reader import VersionReader
 
 __all__ = ["StoreOrigin"]
+
+_T = TypeVar("_T")
 
 
 class StoreOrigin:
@@ -41,7 +43,7 @@ class StoreOrigin:
 
     async def versions(self) -> Sequence[CommitRecord]:
         """Return the versions that exist now; what a fenced writer committed does not."""
-        found = await self._store.committed(self._model)
+        found = await _look(self._store.committed(self._model))
         self._versions = {record.version: record for record in found}
         return found
 
@@ -50,7 +52,7 @@ class StoreOrigin:
         while True:
             await asyncio.sleep(self._interval_s)
             try:
-                stamps = await self._store.stamps(self._model)
+                stamps = await _look(self._store.stamps(self._model))
             except WeightSyncError:
                 # Whoever asks for the versions is told why.
                 return
@@ -64,3 +66,11 @@ class StoreOrigin:
 
     async def close(self) -> None:
         """Do nothing: requests end by themselves."""
+
+
+async def _look(work: Coroutine[None, None, _T]) -> _T:
+    """Return what a look tells; a caller that is cancelled leaves it behind, for it only reads.
+
+    A mount whose server is gone may hold its thread for ever.
+    """
+    return await asyncio.shield(asyncio.create_task(work))

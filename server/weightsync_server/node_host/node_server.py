@@ -23,6 +23,7 @@ from weightsync.wire.rpc_status import from_call
 from weightsync_server.node_host.page_relay import PageRelay
 from weightsync_server.node_host.staged_copies import StagedCopies
 from weightsync_server.ops.os_errors import to_refusal
+from weightsync_server.ops.process_tuning import tune_process
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -73,6 +74,7 @@ class NodeServer:
             WeightSyncError: With the remedy.
         """
         async with contextlib.AsyncExitStack() as stack:
+            tune_process()
             self._options.segment_socket.parent.mkdir(parents=True, exist_ok=True)
             segments = SegmentServer(self._options.segment_socket)
             stack.callback(segments.close)
@@ -101,11 +103,14 @@ class NodeServer:
             membership = _Membership(self._options, segments, stub)
             try:
                 await membership.run()
-            except WeightSyncError as error:
-                # Once for each reason: a head may be away for hours.
-                if membership.heard or error.message != said:
-                    logger.warning("not joined to %s: %s", self._options.head.url, error.message)
-                said = error.message
+            except Exception as error:
+                refusal = to_refusal(error, f"serving a node of {self._options.head.url}")
+                if refusal is not error:
+                    logger.exception("not joined to %s", self._options.head.url)
+                elif membership.heard or refusal.message != said:
+                    # Once for each reason: a head may be away for hours.
+                    logger.warning("not joined to %s: %s", self._options.head.url, refusal.message)
+                said = refusal.message
             await asyncio.sleep(_AGAIN_S)
 
 

@@ -49,6 +49,11 @@ class NodeGroup:
             )
         self._engine = engine
 
+    def release(self, engine: object) -> None:
+        """Take note that an engine is gone for good; another one may have them."""
+        if self._engine is engine:
+            self._engine = None
+
     def find(self, rank: int) -> JoinedNode | None:
         """Return the server of a node; None: there is none."""
         return self._joined.get(rank)

@@ -268,3 +268,30 @@ async def test_stop_ends_also_in_the_moment_of_a_wake(tmp_path: Path) -> None:
             it.keeper._wake.set()
             async with asyncio.timeout(5):
                 await it.keeper.stop()
+
+
+async def test_ranks_of_other_nodes_unmap_after_each_apply(
+    it: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their copies are no segments of this host, so that none of these is retired."""
+    session = it.keeper._session
+    assert session is not None
+    await until(lambda: session.tidy)
+    unmap, asked = session.unmap, []
+
+    async def noted(existing: frozenset[str], prefetched: str = "") -> frozenset[str] | None:
+        asked.append(existing)
+        return await unmap(existing, prefetched)
+
+    monkeypatch.setattr(session, "unmap", noted)
+    for version in (2, 3):
+        await it.push(version)
+        await it.apply(version)
+    await asyncio.sleep(0.2)
+    assert not asked, "one host alone has nothing to unmap"
+    object.__setattr__(session.info, "nodes", 2)
+    for version in (4, 5):
+        asked.clear()
+        await it.push(version)
+        await it.apply(version)
+        await until(lambda: bool(asked))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,7 +15,10 @@ from tests.unit.server.follow.conftest import following
 from tests.unit.server.world import MODEL, content, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.retention import Retention
+from weightsync_server.follow import follower
+from weightsync_server.follow.store_origin import StoreOrigin
 from weightsync_server.store.documents import read_document, write_document
+from weightsync_server.store.local import local_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,3 +243,55 @@ async def test_a_content_has_its_number_in_the_origin(origin: World, tmp_path: P
         assert await there.follower.find("0" * 32) is None
     async with following(tmp_path / "c", f"file://{tmp_path}/nothing") as there:
         assert await there.follower.find(content(simple(1))) is None
+
+
+async def test_content_that_comes_again_comes_with_its_new_number(
+    origin: World, tmp_path: Path
+) -> None:
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        for version, seed in ((7, 1), (8, 2), (9, 1)):
+            await origin.push(simple(seed), version)
+            await until(lambda: there.has(version, content(simple(seed))))  # noqa: B023 - awaited here
+
+
+async def test_what_goes_wrong_while_it_waits_ends_nothing(
+    origin: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, failures = StoreOrigin.changed, [OSError(5, "Input/output error")]
+
+    async def fail_once(self: StoreOrigin) -> None:
+        if failures:
+            raise failures.pop()
+        await changed(self)
+
+    monkeypatch.setattr(StoreOrigin, "changed", fail_once)
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        await until(lambda: not failures)
+        await origin.push(simple(1), 3)
+        await until(lambda: there.has(3))
+
+
+async def test_a_mount_that_hangs_holds_up_nobody(
+    origin: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread cannot be ended, and is not waited for."""
+    await origin.push(simple(1), 4)
+    hangs, goes_on = threading.Event(), threading.Event()
+    read = local_store.committed_versions
+
+    def hang(*args: Any) -> Any:
+        if hangs.is_set():
+            goes_on.wait()
+        return read(*args)
+
+    monkeypatch.setattr(local_store, "committed_versions", hang)
+    try:
+        async with following(tmp_path / "b", origin.model.store.url) as there:
+            await until(lambda: there.has(4))
+            hangs.set()
+            monkeypatch.setattr(follower, "_FIND_S", 0.1)
+            assert await there.follower.find(content(simple(1))) is None
+            await there.follower.stop()
+            assert not goes_on.is_set()
+    finally:
+        goes_on.set()

@@ -102,6 +102,24 @@ async def test_other_content_takes_no_number_of_the_origin_and_is_older_than_all
         await until(lambda: there.has(2))
 
 
+async def test_what_this_host_alone_has_is_no_base_of_what_the_origin_has(
+    origin: World, tmp_path: Path, offered: Offered
+) -> None:
+    versions = sparse_history(1)
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        own = await there.here.model.adoption.adopt(offered(versions[0]), 0)
+        assert own.version == local_number(content(versions[0]))
+        await origin.push(versions[0], 1)
+        await until(lambda: there.has(1))
+        await push_delta(origin, versions[0], versions[1], 2)
+        await until(lambda: there.has(2))
+        commit = there.here.model.table.get(2).commit
+        assert commit is not None
+        assert commit.base_version == 1
+        # Adopted once more it is the one that everybody has.
+        assert (await there.here.model.adoption.adopt(offered(versions[0]), 0)).version == 1
+
+
 async def test_local_content_means_the_same_on_every_host_and_goes_no_further(
     origin: World, tmp_path: Path, offered: Offered
 ) -> None:

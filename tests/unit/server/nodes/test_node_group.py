@@ -195,3 +195,14 @@ async def test_bytes_of_what_is_not_staged_are_refused(group: NodeGroup) -> None
     with pytest.raises(WeightSyncError) as caught:
         group.read("nothing", None)
     assert caught.value.reason is Reason.VERSION_UNKNOWN
+
+
+async def test_nodes_of_an_engine_that_is_gone_may_be_another_engines(group: NodeGroup) -> None:
+    _nodes(group)
+    with pytest.raises(WeightSyncError, match="an engine of several nodes already"):
+        EngineNodes(group, object(), 2, _RANKS)
+    group.release(object())
+    with pytest.raises(WeightSyncError, match="an engine of several nodes already"):
+        EngineNodes(group, object(), 2, _RANKS)
+    group.release(_ENGINE)
+    EngineNodes(group, object(), 2, _RANKS)
