@@ -133,7 +133,7 @@ def site() -> Iterator[Site]:
             site.head.wait_serving()
             yield site
             status = site.head.stub.GetStatus(pb.GetStatusRequest(), timeout=5)
-            assert sum(status.invariant_violations.values()) == 0
+            assert sum(status.invariant_violations.values()) == 0, site.head.log
             assert site.node.stop() == 0
             assert site.head.stop() == 0
     finally:

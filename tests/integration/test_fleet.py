@@ -108,6 +108,8 @@ def test_barrier_rolling_and_rollback(fleet: Fleet) -> None:
         report = clients["c"].fleet_apply(third)
         assert (report.decisions, report.decisions_needed) == (4, 4)
         assert {live(client) for client in clients.values()} == {third}
+        # They announce it after they have done it.
+        until(lambda: clients["a"].fleet_status().undecided == 0, "members say that they serve")
         status = clients["a"].fleet_status()
         assert (status.decided_version, status.undecided) == (third, 0)
         assert status.newest == report

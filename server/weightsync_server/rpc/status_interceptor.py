@@ -186,6 +186,9 @@ class _Guard:
         try:
             async with asyncio.timeout(self._reader_timeout_s):
                 await context.write(message)
+        except grpc.aio.InternalError:
+            # A message cannot be sent only where the caller has left, before the call knows it.
+            raise asyncio.CancelledError from None
         except TimeoutError:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
@@ -201,8 +204,8 @@ class _Guard:
         if isinstance(error, asyncio.CancelledError):
             end(grpc.StatusCode.CANCELLED)
             return
-        if isinstance(error, grpc.aio.UsageError | grpc.aio.InternalError) and context.cancelled():
-            # The caller left between two messages, or in one.
+        if isinstance(error, grpc.aio.UsageError) and context.cancelled():
+            # The caller left between two messages.
             end(grpc.StatusCode.CANCELLED)
             raise asyncio.CancelledError
         if isinstance(error, grpc.aio.AbortError):

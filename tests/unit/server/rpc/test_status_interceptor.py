@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import pytest
@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from tests.unit.server.engine.plant import until
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import from_call
-from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
+from weightsync_server.ops.deadlines import DeadlineMonitor
+from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics, _Guard
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -218,6 +219,27 @@ async def test_a_stream_that_is_left_early_is_closed(served: Served) -> None:
     call.cancel()
     await served.handled("Got", "Cancelled")
     await until(lambda: served.service.ended == ["got"])
+
+
+class LeftCall:
+    """A call whose caller has died, which gRPC says at the next message and not before."""
+
+    async def write(self, message: bytes) -> None:
+        raise grpc.aio.InternalError("Failed execute_batch")
+
+    def cancelled(self) -> bool:
+        return False
+
+
+async def test_a_message_that_nobody_is_there_to_take_is_no_fault() -> None:
+    ends: list[grpc.StatusCode] = []
+    faults: list[None] = []
+    service = Service()
+    guard = _Guard(lambda: ends.append, lambda: faults.append(None), "Got", 10, DeadlineMonitor())
+    with pytest.raises(asyncio.CancelledError):
+        await guard.stream(cast("Any", service.got), b"a", LeftCall())
+    assert (ends, faults) == ([grpc.StatusCode.CANCELLED], [])
+    assert service.ended == ["got"]
 
 
 async def test_an_unknown_method_is_not_counted(served: Served) -> None:
