@@ -33,7 +33,7 @@ from weightsync_server.engine import (
     ModelParts,
 )
 from weightsync_server.engine.journal import live_in_store
-from weightsync_server.engines import EngineOptions, open_engines
+from weightsync_server.engines import EngineOptions, Engines
 from weightsync_server.fleet_host.fleet_service import FleetOptions, FleetService
 from weightsync_server.follow.start import FollowOptions, start_follower
 from weightsync_server.gauges import track
@@ -181,15 +181,9 @@ class App:
         parts = ModelParts.of(model, self._nodes)
         announcer = Announcer(health_service)
         host = HostParts(segments, metrics, _apply_limits(settings), settings.fleet)
-        engines = await open_engines(
-            _engine_options(settings, self._engine_args),
-            parts,
-            host,
-            journal,
-            announcer.serving,
-            settings.segment_socket,
-            stack,
-        )
+        options = _engine_options(settings, self._engine_args)
+        engines = Engines(options, parts, host, journal, announcer.serving)
+        await engines.open(settings.segment_socket, stack)
         applier = Applier(engines.set, parts, host)
         fleet = FleetService.of(_fleet_options(settings), engines.set, parts, host)
         if fleet is not None:

@@ -121,7 +121,7 @@ def _node_server(settings: Settings) -> NodeServer:
     from weightsync_server.follow.grpc_origin import OriginAccess
     from weightsync_server.node_host.node_server import NodeOptions, NodeServer
 
-    tls = ClientTls("the head", settings.follow_ca, settings.follow_cert, settings.follow_key)
+    tls = ClientTls(settings.follow_ca, settings.follow_cert, settings.follow_key, "the head")
     head = OriginAccess(settings.node_of, tls, settings.follow_token_file)
     return NodeServer(NodeOptions(head, settings.node_rank, settings.segment_socket))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from weightsync.engine import Engine
 
-__all__ = ["EngineOptions", "Engines", "open_engines"]
+__all__ = ["EngineOptions", "Engines"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Engines:
         journal: JournalFile,
         on_change: Callable[[bool], None],
     ) -> None:
+        self._options = options
         self._parts = parts
         self._host = host
         self._journal = journal
@@ -88,8 +89,20 @@ class Engines:
             frozenset(path.resolve() for path in options.own_sockets),
         )
 
-    def add(self, name: str, engine: Engine) -> None:
-        """Take an engine up."""
+    async def open(self, segment_socket: Path, stack: contextlib.AsyncExitStack) -> None:
+        """Make the engines that are named, not started; the stack closes them.
+
+        Args:
+            segment_socket: Path of the segment socket, for engines of this process.
+            stack: Of the server.
+        """
+        for name in self._options.names:
+            if name != "none":
+                engine = await _opened(name, self._options, segment_socket)
+                stack.push_async_callback(engine.close)
+                self._add(engine_name(name), engine)
+
+    def _add(self, name: str, engine: Engine) -> None:
         applier = self._made(name, engine)
         self.set.add(applier)
 
@@ -136,36 +149,6 @@ class Engines:
         )
         self._engines[name] = supervisor, engine
         return EngineApplier(supervisor, self._parts, self._host)
-
-
-async def open_engines(
-    options: EngineOptions,
-    parts: ModelParts,
-    host: HostParts,
-    journal: JournalFile,
-    on_change: Callable[[bool], None],
-    segment_socket: Path,
-    stack: contextlib.AsyncExitStack,
-) -> Engines:
-    """Return the engines, not started; the stack closes them.
-
-    Args:
-        options: Which there are.
-        parts: What they serve.
-        host: What they share.
-        journal: Of all of them.
-        on_change: Called with whether an engine serves one verified version.
-        segment_socket: Path of the segment socket, for engines of this process.
-        stack: Of the server.
-    """
-    engines = Engines(options, parts, host, journal, on_change)
-    for name in options.names:
-        if name == "none":
-            continue
-        engine = await _opened(name, options, segment_socket)
-        stack.push_async_callback(engine.close)
-        engines.add(engine_name(name), engine)
-    return engines
 
 
 async def _opened(name: str, options: EngineOptions, segment_socket: Path) -> Engine:

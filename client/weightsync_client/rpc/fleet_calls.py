@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
@@ -29,13 +29,9 @@ def fleet_apply(
     request = pb.ApplyVersionRequest(
         model=model,
         version=whole_number("version", version),
-        idempotency_key=made_key(options.get("idempotency_key")),
-        order=_order(options),
-        max_unavailable=most_unavailable(options.get("max_unavailable", 0)),
-        scope=pb.SCOPE_FLEET,
+        **_chosen(options),
     )
-    timeout_s = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
-    return Call("ApplyVersion", request, timeout_s, lambda m: _report(m.fleet))
+    return Call("ApplyVersion", request, _timeout_s(options, timeouts), lambda m: _report(m.fleet))
 
 
 def fleet_rollback(
@@ -45,19 +41,29 @@ def fleet_rollback(
     request = pb.RollbackRequest(
         model=model,
         reason=text("reason", reason),
-        idempotency_key=made_key(options.get("idempotency_key")),
-        order=_order(options),
-        max_unavailable=most_unavailable(options.get("max_unavailable", 0)),
-        scope=pb.SCOPE_FLEET,
+        **_chosen(options),
     )
-    timeout_s = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
-    return Call("Rollback", request, timeout_s, lambda m: _report(m.fleet))
+    return Call("Rollback", request, _timeout_s(options, timeouts), lambda m: _report(m.fleet))
 
 
 def fleet_status(model: str, timeouts: Timeouts) -> Call[types.FleetStatus]:
     """Ask for the state of the fleet."""
     request = pb.GetFleetStatusRequest(model=model)
     return Call("GetFleetStatus", request, timeouts.call_s, _status)
+
+
+def _chosen(options: FleetChoices) -> dict[str, Any]:
+    """Return what an apply and a rollback of a fleet have in common."""
+    return {
+        "idempotency_key": made_key(options.get("idempotency_key")),
+        "order": _order(options),
+        "max_unavailable": most_unavailable(options.get("max_unavailable", 0)),
+        "scope": pb.SCOPE_FLEET,
+    }
+
+
+def _timeout_s(options: FleetChoices, timeouts: Timeouts) -> float:
+    return seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
 
 
 def _order(options: FleetChoices) -> pb.EngineOrder.ValueType:

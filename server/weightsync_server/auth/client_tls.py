@@ -22,16 +22,16 @@ class ClientTls:
     """Files for TLS to another server, PEM.
 
     Attributes:
-        peer: What that server is called in sentences.
         ca: Authorities that its certificates come from; None: those of this host.
         certificate: The chain that this server shows; None: it shows none.
         key: Its key, which others may not read.
+        peer: What that server is called in sentences.
     """
 
-    peer: str
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+    peer: str = "the other server"
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Read the files.

@@ -43,7 +43,7 @@ _CALL_S, _WATCH_AGAIN_S = 10.0, 1.0
 
 
 class OriginAccess(NamedTuple):
-    """How the origin knows that it is we, and we that it is the origin.
+    """How another server knows that it is we, and we that it is that one.
 
     Attributes:
         url: `grpc://HOST:PORT` or `grpcs://HOST:PORT`.
@@ -74,8 +74,20 @@ class OriginAccess(NamedTuple):
         """
         if self.token_file is None:
             return ()
-        token = read_private(self.token_file, "the token for the origin").decode().strip()
+        token = read_private(self.token_file, f"the token for {self.tls.peer}").decode().strip()
         return (("authorization", f"Bearer {token}"),)
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Have calls in the block fail with the other server's reason, or that it is away."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise from_call(error) or WeightSyncError(
+                Reason.SERVER_AWAY,
+                f"{self.tls.peer} {self.url} does not answer ({error.code().name}: "
+                f"{error.details()}); check its address and that it runs",
+            ) from None
 
 
 class GrpcOrigin:
@@ -106,7 +118,7 @@ class GrpcOrigin:
         """Return the committed versions that it lists."""
         infos: list[pb.VersionInfo] = []
         request = pb.ListVersionsRequest(model=self._model)
-        with self._refusing():
+        with self._access.refusing():
             while True:
                 page = await self._stub.ListVersions(
                     request, timeout=_CALL_S, metadata=self._access.metadata()
@@ -169,7 +181,7 @@ class GrpcOrigin:
         self, request: pb.PullWeightsRequest, fetch: Fetch
     ) -> AsyncGenerator[pb.PushWeightsRequest, None]:
         compare = fetch.delta or fetch.version.trainer_verified
-        with self._refusing():
+        with self._access.refusing():
             call = self._stub.PullWeights(request, metadata=self._access.metadata())
             try:
                 async for message in call:
@@ -201,18 +213,6 @@ class GrpcOrigin:
                 async for _ in self._stub.WatchVersions(request, metadata=self._access.metadata()):
                     self._changes.set()
             await asyncio.sleep(_WATCH_AGAIN_S)
-
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            known = from_call(error)
-            raise known or WeightSyncError(
-                Reason.SERVER_AWAY,
-                f"the origin {self.url} does not answer ({error.code().name}: {error.details()}); "
-                "check its address and that it runs",
-            ) from None
 
 
 def _records(infos: Sequence[pb.VersionInfo]) -> list[CommitRecord]:

@@ -113,7 +113,7 @@ def _open(options: FollowOptions, model: Model, pushes: PushService, metrics: Me
     if grpc_target(options.url):
         from weightsync_server.follow.grpc_origin import GrpcOrigin, OriginAccess
 
-        tls = ClientTls("the origin", options.ca, options.certificate, options.key)
+        tls = ClientTls(options.ca, options.certificate, options.key, "the origin")
         access = OriginAccess(options.url, tls, options.token_file)
         return GrpcOrigin(access, name, pushes, options.interval_s * _BACKSTOP)
     from weightsync_server.follow.store_origin import StoreOrigin

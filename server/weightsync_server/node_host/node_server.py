@@ -12,21 +12,18 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import grpc
-
 from weightsync import __version__
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.node.v1 import node_pb2 as pb
 from weightsync.node.v1 import node_pb2_grpc
 from weightsync.shm.segment_socket import SegmentServer
-from weightsync.wire.rpc_status import from_call
 from weightsync_server.node_host.page_relay import PageRelay
 from weightsync_server.node_host.staged_copies import StagedCopies
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.ops.process_tuning import tune_process
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from weightsync_server.follow.grpc_origin import OriginAccess
@@ -139,7 +136,7 @@ class _Membership:
         """
         relaying = asyncio.create_task(self._pages.run(), name="page relay")
         try:
-            with self._refusing():
+            with self._options.head.refusing():
                 call = self._stub.Join(self._says(), metadata=self._options.head.metadata())
                 try:
                     async for request in call:
@@ -199,25 +196,13 @@ class _Membership:
         self._out.put_nowait(pb.JoinRequest(report=report))
 
     async def _read(self, request: pb.ReadStagedRequest) -> AsyncIterator[pb.ReadStagedResponse]:
-        with self._refusing():
+        with self._options.head.refusing():
             call = self._stub.ReadStaged(request, metadata=self._options.head.metadata())
             try:
                 async for message in call:
                     yield message
             finally:
                 call.cancel()
-
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            known = from_call(error)
-            raise known or WeightSyncError(
-                Reason.SERVER_AWAY,
-                f"the head {self._options.head.url} does not answer ({error.code().name}: "
-                f"{error.details()}); check its address and that it runs",
-            ) from None
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.register.bucket_members import BucketMembers
+from weightsync_server.register.key_changes import KeyChanges
 from weightsync_server.register.membership import Membership
 from weightsync_server.register.register import (
     Creation,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["BucketRegister"]
 
 _MARKER = "weightsync-register.json"
-#: How often a watch lists, and after how long it yields whatever it saw, in seconds.
-_LOOK_S, _BACKSTOP_S = 1.0, 30.0
+#: How often a watch looks, seconds.
+_LOOK_S = 1.0
 
 
 class BucketRegister:
@@ -90,8 +90,7 @@ class BucketRegister:
     async def watch(self, prefix: str) -> AsyncGenerator[frozenset[str], None]:
         """List once a second, as in `Register`."""
         check_prefix(prefix)
-        before: dict[str, object] = {}
-        yielded = -_BACKSTOP_S
+        changes = KeyChanges()
         while True:
             try:
                 async with self._bounded(f"watching {prefix or 'all keys'}"):
@@ -99,15 +98,11 @@ class BucketRegister:
             except WeightSyncError as error:
                 if error.reason not in (Reason.FAULT, Reason.DEADLINE_EXCEEDED):
                     raise
-                # What changes meanwhile is not known, so that all is to be read.
-                yielded = -_BACKSTOP_S
+                changes.lost()
             else:
-                if clock.monotonic() >= yielded + _BACKSTOP_S:
-                    yielded = clock.monotonic()
-                    yield frozenset()
-                elif changed := before.items() ^ now.items():
-                    yield frozenset(key for key, _ in changed)
-                before = now
+                changed = changes.see(now)
+                if changed is not None:
+                    yield changed
             await asyncio.sleep(_LOOK_S)
 
     async def member(self, key: str, value: bytes, ttl_s: int) -> Membership:

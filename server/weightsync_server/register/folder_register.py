@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops import durable_files
 from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.tasks import in_thread
 from weightsync_server.register.folder_members import FolderMembers
+from weightsync_server.register.key_changes import KeyChanges
 from weightsync_server.register.membership import Membership
 from weightsync_server.register.register import (
     Creation,
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FolderRegister"]
 
-#: How often a watch looks at the names, and after how long it yields whatever it saw, in seconds.
-_LOOK_S, _BACKSTOP_S = 0.1, 30.0
+#: How often a watch looks, seconds.
+_LOOK_S = 0.1
 #: Separates the names of a key in a file's name; no key has it.
 _SLASH = "+"
 
@@ -89,17 +89,13 @@ class FolderRegister:
     async def watch(self, prefix: str) -> AsyncGenerator[frozenset[str], None]:
         """Look for changes ten times a second, as in `Register`."""
         check_prefix(prefix)
-        before: dict[str, int] = {}
-        yielded = -_BACKSTOP_S
+        changes = KeyChanges()
         while True:
             with translate_os_errors(f"watching {self.url}"):
                 now = await in_thread(self._look, prefix)
-            if clock.monotonic() >= yielded + _BACKSTOP_S:
-                yielded = clock.monotonic()
-                yield frozenset()
-            elif changed := before.items() ^ now.items():
-                yield frozenset(key for key, _ in changed)
-            before = now
+            changed = changes.see(now)
+            if changed is not None:
+                yield changed
             await asyncio.sleep(_LOOK_S)
 
     async def member(self, key: str, value: bytes, ttl_s: int) -> Membership:

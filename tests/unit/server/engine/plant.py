@@ -129,6 +129,17 @@ class Engine(MemoryEngine):
         return seed
 
 
+def engine_set(
+    file: JournalFile, engines: dict[str, Engine], parts: ModelParts, shared: HostParts
+) -> EngineSet:
+    """Return several engines of one host, which are not started."""
+    known = EngineSet(file)
+    for name, engine in engines.items():
+        supervisor = EngineSupervisor(engine, parts, shared, Journal(file, name), lambda: None)
+        known.add(EngineApplier(supervisor, parts, shared))
+    return known
+
+
 def limits(**more: Any) -> ApplyLimits:
     values = {"prepare_timeout_s": 5.0, "commit_timeout_s": 5.0, "pause_lease_s": 5.0} | more
     return ApplyLimits(**values)

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.server.engine.plant import Engine, hurry, limits, shards, until
+from tests.unit.server.engine.plant import Engine, engine_set, hurry, limits, shards, until
 from tests.unit.server.world import MODEL, World, world
 from weightsync.engine import FENCES_ON_EXPIRY
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
     Applier,
-    EngineApplier,
     EngineSet,
     EngineSupervisor,
     HostParts,
-    Journal,
     JournalFile,
     ModelParts,
 )
@@ -82,16 +80,7 @@ async def host(
         metrics = Metrics(MODEL)
         shared = HostParts(here.server, metrics, limits())
         parts = ModelParts.of(here.model)
-        known = EngineSet(file)
-        for name, engine in engines.items():
-            supervisor = EngineSupervisor(
-                engine,
-                parts,
-                shared,
-                Journal(file, name),
-                lambda: None,
-            )
-            known.add(EngineApplier(supervisor, parts, shared))
+        known = engine_set(file, engines, parts, shared)
         applier = Applier(known, parts, shared)
         known.start()
         try:
@@ -100,6 +89,11 @@ async def host(
             await applier.drain()
             await known.stop()
             file.close()
+
+
+def away() -> None:
+    """Be what a call of an engine meets that is gone."""
+    raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
 
 
 @pytest.fixture(autouse=True)
@@ -221,9 +215,6 @@ async def test_an_engine_that_is_away_joins_before_it_serves(
     async with host(tmp_path, engines) as it:
         await it.all_serve(1)
         await it.push(2)
-
-        def away() -> None:
-            raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
 
         engines["b"].before["health"] = away
         await until(lambda: not it.supervisor("b").serving)
@@ -476,9 +467,6 @@ async def test_a_rollback_whose_resume_is_not_confirmed_rejects_all_the_same(
         await it.push(2)
         await it.apply(2)
 
-        def away() -> None:
-            raise WeightSyncError(Reason.ENGINE_AWAY, "connection reset")
-
         engines["b"].before["resume"] = engines["b"].before["renew"] = away
         looks = 0
 
@@ -505,9 +493,6 @@ async def test_one_of_two_is_a_decision_for_both(
         await it.all_serve(1)
         await it.push(2)
 
-        def away() -> None:
-            raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
-
         engines["b"].before["health"] = away
         await until(lambda: not it.supervisor("b").serving)
         await it.apply(2)
@@ -529,9 +514,6 @@ async def test_what_is_live_already_is_decided_for_who_is_away(
         await it.push(2)
         await it.apply(2, engine="a")
 
-        def away() -> None:
-            raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
-
         engines["b"].before["health"] = away
         await until(lambda: not it.supervisor("b").serving)
         assert (await it.apply(2)).report.outcome == pb.APPLY_OUTCOME_ALREADY_LIVE
@@ -546,9 +528,6 @@ async def test_an_engine_of_which_nobody_knew_goes_back_with_a_rolling_apply(
     async with host(tmp_path, engines) as it:
         await it.all_serve(1)
         await it.push(2)
-
-        def away() -> None:
-            raise WeightSyncError(Reason.ENGINE_AWAY, "connection reset")
 
         engines["b"].before["resume"] = engines["b"].before["renew"] = away
         with pytest.raises(WeightSyncError, match="engine b"):
@@ -615,9 +594,6 @@ async def test_layouts_are_checked_while_an_engine_is_away(
 ) -> None:
     async with host(tmp_path, engines) as it:
         await it.all_serve(1)
-
-        def away() -> None:
-            raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
 
         engines["b"].before["health"] = away
         await until(lambda: not it.supervisor("b").serving)

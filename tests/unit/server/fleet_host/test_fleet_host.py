@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.server.engine.plant import Engine, hurry, limits, shards, until
+from tests.unit.server.engine.plant import Engine, engine_set, hurry, limits, shards, until
 from tests.unit.server.world import MODEL, World, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
     Applier,
-    EngineApplier,
     EngineSet,
-    EngineSupervisor,
     HostParts,
-    Journal,
     JournalFile,
     ModelParts,
 )
@@ -61,10 +58,8 @@ async def site(folder: Path, engines: dict[str, Engine]) -> AsyncIterator[Site]:
     async with world(folder, store=f"file://{folder / 'store'}", slots=3) as here:
         file = JournalFile(folder / "journal", here.model.store.url)
         shared = HostParts(here.server, Metrics(MODEL), limits(), fleet="f")
-        parts, known = ModelParts.of(here.model), EngineSet(file)
-        for name, engine in engines.items():
-            supervisor = EngineSupervisor(engine, parts, shared, Journal(file, name), lambda: None)
-            known.add(EngineApplier(supervisor, parts, shared))
+        parts = ModelParts.of(here.model)
+        known = engine_set(file, engines, parts, shared)
         it = Site(here, engines, known)
         it.applier = Applier(known, parts, shared)
         it.host = FleetHost(known, parts, shared, undecided_s=3)
@@ -76,6 +71,16 @@ async def site(folder: Path, engines: dict[str, Engine]) -> AsyncIterator[Site]:
             await it.host.stop()
             await known.stop()
             file.close()
+
+
+@contextlib.asynccontextmanager
+async def prepared(folder: Path, engines: dict[str, Engine]) -> AsyncIterator[Site]:
+    """A site that serves version 1 and has prepared version 2."""
+    async with site(folder, engines) as it:
+        await it.up()
+        await it.push(2)
+        await it.host.prepare(it.version(2))
+        yield it
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +106,7 @@ async def test_nothing_is_served_before_the_member_has_spoken(
 
 
 async def test_a_barrier_that_is_committed(tmp_path: Path, engines: dict[str, Engine]) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
-        await it.host.prepare(it.version(2))
+    async with prepared(tmp_path, engines) as it:
         assert it.serves() == {1}
         await it.host.pause()
         assert it.serves() == {0}
@@ -117,10 +119,7 @@ async def test_a_barrier_that_is_committed(tmp_path: Path, engines: dict[str, En
 async def test_a_barrier_that_is_called_off_rejects_nothing(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
-        await it.host.prepare(it.version(2))
+    async with prepared(tmp_path, engines) as it:
         await it.host.pause()
         await it.host.resume()
         assert it.serves() == {1}
@@ -148,10 +147,7 @@ async def test_what_was_prepared_is_dropped(tmp_path: Path, engines: dict[str, E
 async def test_a_fence_while_undecided_lasts_until_the_decision(
     tmp_path: Path, engines: dict[str, Engine], decided: int
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
-        await it.host.prepare(it.version(2))
+    async with prepared(tmp_path, engines) as it:
         await it.host.pause()
         await it.host.fence("nobody tells what was decided")
         await until(lambda: it.host.live() is not None)
@@ -190,10 +186,7 @@ async def test_a_decision_that_comes_right_after_a_fence_is_served(
 async def test_a_server_that_dies_while_paused_comes_back_and_asks(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
-        await it.host.prepare(it.version(2))
+    async with prepared(tmp_path, engines) as it:
         await it.host.pause()
     assert {engine.serves for engine in engines.values()} == {0}
     async with site(tmp_path, engines) as it:
@@ -210,10 +203,7 @@ async def test_a_server_that_dies_while_paused_comes_back_and_asks(
 async def test_an_engine_that_cannot_prove_takes_the_host_back(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
-        await it.host.prepare(it.version(2))
+    async with prepared(tmp_path, engines) as it:
         it.engines["e0"].wrong = [b"\x09" * 256]
         with pytest.raises(WeightSyncError) as caught:
             await it.host.pause()
@@ -224,10 +214,7 @@ async def test_an_engine_that_cannot_prove_takes_the_host_back(
 async def test_a_commit_that_fails_serves_nothing(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
-        await it.host.prepare(it.version(2))
+    async with prepared(tmp_path, engines) as it:
         it.engines["e0"].wrong = [b"\x09" * 256]
         with pytest.raises(WeightSyncError):
             await it.host.commit(it.version(2))
@@ -241,10 +228,7 @@ async def test_a_commit_that_fails_serves_nothing(
 async def test_a_decision_that_the_disk_refuses_is_written_again(
     tmp_path: Path, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
-        await it.host.prepare(it.version(2))
+    async with prepared(tmp_path, engines) as it:
         await it.host.pause()
         write = it.known.journal.write
         refused: list[Any] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.object_servers import ObjectServer, moto
+from tests.support.object_servers import ObjectServer
 from tests.unit.server.world import MODEL, World, world
 from weightsync_server.auth.client_tls import ClientTls
 from weightsync_server.catalog.retention import Retention
@@ -19,10 +19,9 @@ from weightsync_server.follow.grpc_origin import GrpcOrigin, OriginAccess
 from weightsync_server.follow.store_origin import StoreOrigin
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.store import open_reader
-from weightsync_server.store.objects.object_client import connect
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
     from typing import Any
 
@@ -69,7 +68,7 @@ async def following(folder: Path, url: str, **options: Any) -> AsyncIterator[Fol
 
 def _origin(url: str, here: World) -> Origin:
     if url.startswith("grpc://"):
-        access = OriginAccess(url, ClientTls("the origin"))
+        access = OriginAccess(url, ClientTls(peer="the origin"))
         return GrpcOrigin(access, MODEL, here.pushes, 60)
     return StoreOrigin(open_reader(url), MODEL, 0.02, here.meters)
 
@@ -82,18 +81,8 @@ async def origin(tmp_path: Path) -> AsyncIterator[World]:
         yield made
 
 
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    """Return a server that speaks S3."""
-    with moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
 @pytest.fixture
-def bucket(s3: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+def bucket(s3: ObjectServer, reached: Callable[..., None], tmp_path: Path) -> str:
     """Return the URL of an empty place in a bucket that this process reaches."""
-    for name, value in s3.environment().items():
-        monkeypatch.setenv(name, value)
-    connect.cache_clear()
-    yield f"{s3.url}/{tmp_path.name}"
-    connect.cache_clear()
+    reached(s3)
+    return f"{s3.url}/{tmp_path.name}"

@@ -19,6 +19,7 @@ from weightsync_server.follow import follower
 from weightsync_server.follow.store_origin import StoreOrigin
 from weightsync_server.store.documents import read_document, write_document
 from weightsync_server.store.local import local_store
+from weightsync_server.store.local.committed_versions import committed_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -277,14 +278,14 @@ async def test_a_mount_that_hangs_holds_up_nobody(
     """Its thread cannot be ended, and is not waited for."""
     await origin.push(simple(1), 4)
     hangs, goes_on = threading.Event(), threading.Event()
-    read = local_store.committed_versions
+    read = committed_versions
 
     def hang(*args: Any) -> Any:
         if hangs.is_set():
             goes_on.wait()
         return read(*args)
 
-    monkeypatch.setattr(local_store, "committed_versions", hang)
+    monkeypatch.setattr(f"{local_store.__name__}.committed_versions", hang)
     try:
         async with following(tmp_path / "b", origin.model.store.url) as there:
             await until(lambda: there.has(4))

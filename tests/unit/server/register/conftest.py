@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.etcd import Etcd
-from tests.support.object_servers import ObjectServer, azurite, moto, s3rver
+from tests.support.object_servers import ObjectServer
 from weightsync_server.register import open_register
-from weightsync_server.store.objects.object_client import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,37 +23,15 @@ def one_etcd(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Et
     cluster.close()
 
 
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def az(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with azurite(tmp_path_factory.mktemp("azurite")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def overwriting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    """Return a server that speaks S3 and creates what exists."""
-    with s3rver(tmp_path_factory.mktemp("s3rver")) as server:
-        yield server
-
-
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+def place(reached: Callable[..., None]) -> Callable[..., str]:
     """Return what makes the URL of an empty place on a server, through another port if given."""
 
     def reach(server: ObjectServer, port: int = 0) -> str:
-        for name, value in server.environment(port).items():
-            monkeypatch.setenv(name, value)
-        connect.cache_clear()
+        reached(server, port)
         return f"{server.url}/{secrets.token_hex(8)}"
 
-    yield reach
-    connect.cache_clear()
+    return reach
 
 
 @pytest.fixture(params=["folder", "etcd", "s3", "az"])

@@ -12,9 +12,8 @@ from tests.support.registers import hints, member_process, until_gone, until_the
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.register import (
-    bucket_register,
     etcd_register,
-    folder_register,
+    key_changes,
     membership,
 )
 from weightsync_server.register.register import MAX_VALUE_BYTES, Creation
@@ -123,8 +122,7 @@ async def test_a_watch_asks_for_all_to_be_read_now_and_then(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd_register, "_WATCH_S", 0.5)
-    monkeypatch.setattr(folder_register, "_BACKSTOP_S", 0.5)
-    monkeypatch.setattr(bucket_register, "_BACKSTOP_S", 0.5)
+    monkeypatch.setattr(key_changes, "_BACKSTOP_S", 0.5)
     async with hints(register, "applies/") as queue:
         for _ in range(3):
             assert await queue.get() == frozenset()

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.object_servers import ObjectServer, azurite, moto, s3rver
+from tests.support.object_servers import ObjectServer
 from tests.support.versions import Version, make_version
 from weightsync_server.store import open_store
-from weightsync_server.store.objects.object_client import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from weightsync_server.store.protocol import Store
 
@@ -42,40 +41,6 @@ def persisted(store: Store) -> Callable[..., Version]:
         return made
 
     return make
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    """Return a server that speaks S3."""
-    with moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def az(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    """Return a server that speaks Azure's protocol."""
-    with azurite(tmp_path_factory.mktemp("azurite")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def overwriting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    """Return a server that speaks S3 and creates what exists."""
-    with s3rver(tmp_path_factory.mktemp("s3rver")) as server:
-        yield server
-
-
-@pytest.fixture
-def reached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Return a function that has this test reach a server, through another port if one is given."""
-
-    def reach(server: ObjectServer, port: int = 0) -> None:
-        for name, value in server.environment(port).items():
-            monkeypatch.setenv(name, value)
-        connect.cache_clear()
-
-    yield reach
-    connect.cache_clear()
 
 
 @pytest.fixture
