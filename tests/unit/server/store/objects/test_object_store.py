@@ -324,8 +324,8 @@ async def test_s3rver_is_refused_because_it_overwrites(
 async def test_a_store_that_is_away_is_named(
     bucket: str, s3: ObjectServer, reached: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retries = "weightsync_server.store.objects.object_client._RETRIES"
-    monkeypatch.setattr(retries, {"max_retries": 1, "retry_timeout": timedelta(seconds=1)})
+    retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=1)}
+    monkeypatch.setattr(object_client, "_RETRIES", retries)
     reached(s3, 9)
     with pytest.raises(WeightSyncError) as caught:
         await open_store(bucket).open()
