@@ -338,7 +338,8 @@ class PushPolicy:
             raise Unfit(Fallback.TOO_DENSE, f"{sample.changed:.0%} of a sample of it changed")
         if source.writer is not None:
             return DeltaShards(of_boxes(source.shards), base, zstd=zstd, every=True)
-        return DeltaShards(by_size(source.tensors, default_threads()), base, zstd=zstd)
+        groups = by_size(source.tensors, default_threads(), sample.ratio)
+        return DeltaShards(groups, base, zstd=zstd)
 
     def _unfit(self, error: ClientError | Unfit) -> Unfit | None:
         """Return why all is sent after a delta has failed; None: nothing is."""

@@ -15,15 +15,28 @@ __all__ = ["as_they_come", "by_size"]
 #: Source bytes for one shard, or a sixteenth of all: the first is on its way early, and a large
 #: model is no heap of little files.
 _GROUP_BYTES, _GROUPS = 64 << 20, 16
+#: What a shard shall take at least where little has changed: a thousand hosts that follow a bucket
+#: ask for each object, and a bucket answers so many requests in a second and no more.
+_SHARD_BYTES = 64 << 20
+#: Below it a sample says that next to nothing has changed.
+_LEAST_RATIO = 1e-4
 
 
-def by_size(tensors: Iterable[SourceTensor], threads: int) -> Iterator[list[SourceTensor]]:
+def by_size(
+    tensors: Iterable[SourceTensor], threads: int, ratio: float = 1.0
+) -> Iterator[list[SourceTensor]]:
     """Yield groups for one shard each, largest tensors first.
 
     A group holds enough beside its largest tensor, which is one thread's work, for the others.
+
+    Args:
+        tensors: All of them.
+        threads: That encode one group.
+        ratio: Bytes that its shard will take over those of a group, as a sample has it.
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor.size)
     least = max(_GROUP_BYTES, sum(tensor.size for tensor in ordered) // _GROUPS)
+    least = max(least, int(_SHARD_BYTES / max(ratio, _LEAST_RATIO)))
     group: list[SourceTensor] = []
     size = 0
     for tensor in ordered:
