@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.benchmark_lines import benchmark_line
 
 pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 
 def test_vllm_generates_in_every_phase() -> None:
-    command = [sys.executable, "-m", "benchmarks.control", "--json", "--mib", "8"]
-    flags = ["--seconds", "2", "--vllm"]
-    done = subprocess.run([*command, *flags], check=True, stdout=subprocess.PIPE, text=True)
-    (line,) = done.stdout.splitlines()
-    report = json.loads(line)
+    report = benchmark_line("control", "--mib", "8", "--seconds", "2", "--vllm")
     assert report["parameters"]["slots"] == 5
     assert "generating" in report["parameters"]["engine"]
     for phase in ("idle", "one_push", "four_pushes", "stalled"):

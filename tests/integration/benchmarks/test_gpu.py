@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.support.benchmark_lines import benchmark_line
 
 pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(500)]
 
 
 def _line(part: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--small", "--json"]
-    command += ["--device", "cpu", "--rounds", "1", "--requests", "2"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    (line,) = done.stdout.splitlines()
-    report: dict[str, Any] = json.loads(line)
-    return report
+    small = ("--small", "--device", "cpu", "--rounds", "1", "--requests", "2")
+    return benchmark_line("gpu", "--part", part, *small)
 
 
 def test_peers_leave_the_trainers_weights() -> None:

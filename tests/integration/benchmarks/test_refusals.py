@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.benchmark_lines import benchmark_line
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def test_refused_calls_leave_little() -> None:
-    command = [sys.executable, "-m", "benchmarks.refusals", "--json", "--calls=3000", "--idle=0"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    report = json.loads(done.stdout)
+    report = benchmark_line("refusals", "--calls=3000", "--idle=0")
     assert report["parameters"]["calls"] == 3000
     assert report["start_mib"] > 10
     assert report["growth_mib"] < 15

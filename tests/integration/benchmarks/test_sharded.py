@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.benchmark_lines import benchmark_line
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def test_ranks_push_what_a_gather_would() -> None:
-    command = [sys.executable, "-m", "benchmarks.sharded", "--json", "--mib", "16"]
-    done = subprocess.run(
-        [*command, "--rounds", "1"], check=True, stdout=subprocess.PIPE, text=True
-    )
-    (line,) = done.stdout.splitlines()
-    report = json.loads(line)
+    report = benchmark_line("sharded", "--mib", "16", "--rounds", "1")
     assert report["parameters"]["tensors"] == 300
     assert report["parameters"]["bytes"] >= 16 << 20
     for prefix in ("", "hsdp_", "fsdp_tp_"):
