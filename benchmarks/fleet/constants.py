@@ -52,8 +52,8 @@ class Constants:
         64 << 20, "bytes", "ranges of a read; the code has 16 MiB, a line of its own"
     )
     shard_bytes: float = _known(256 << 20, "bytes", "the client's default")
-    delta_objects: float = _known(
-        16, "objects", "groups of tensors that the client makes a delta of"
+    delta_shard_bytes: float = _known(
+        64 << 20, "bytes", "the client's shards of a delta take as much or more; `grouping`"
     )
     readers: float = _known(8, "objects", "that a follower reads at once; `stored_bytes`")
     reads_at_once: float = _known(8, "ranges", "of one object; `shard_transfer`")

@@ -50,7 +50,7 @@ class Payload:
     def objects(self, constants: Constants) -> int:
         """Return how many objects a host reads."""
         if self.delta:
-            return int(constants.delta_objects)
+            return math.ceil(self.read_bytes / constants.delta_shard_bytes)
         return math.ceil(self.version_bytes / constants.shard_bytes)
 
 
@@ -121,7 +121,7 @@ def _changed(hosts: int) -> list[Scenario]:
     usual = Scenario(hosts, PAYLOADS[0])
     constants = usual.constants
     alike = replace(constants, slow_share=0)
-    one_object = replace(constants, delta_objects=1)
+    small_objects = replace(constants, delta_shard_bytes=PAYLOADS[0].read_bytes / 16)
     small_ranges = replace(constants, range_bytes=16 << 20)
     return [
         Scenario(hosts, PAYLOADS[1], note="ranges of 16 MiB", constants=small_ranges),
@@ -134,6 +134,5 @@ def _changed(hosts: int) -> list[Scenario]:
         replace(usual, note="no stragglers", constants=alike),
         replace(usual, note="4 partitions", partitions=4),
         replace(usual, note="4 partitions, no stragglers", partitions=4, constants=alike),
-        replace(usual, note="one object", constants=one_object),
-        replace(usual, note="one object, no stragglers", constants=replace(alike, delta_objects=1)),
+        replace(usual, note="16 objects", constants=small_objects),
     ]

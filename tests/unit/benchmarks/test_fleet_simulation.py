@@ -36,7 +36,7 @@ _WIRE = replace(
     put_s=1e-6,
     watch_first_s=0,
     watch_step_s=0,
-    delta_objects=1,
+    delta_shard_bytes=1e12,
 )
 
 
@@ -90,7 +90,7 @@ def test_waves_follow_each_other_and_are_no_larger_than_allowed(most: int) -> No
 
 
 def test_a_dead_host_is_waited_for_until_its_lease_runs_out() -> None:
-    run = simulate(Scenario(10, _DELTA, deaths=1), seed=3)
+    run = simulate(Scenario(10, _DELTA, deaths=1, death_window_s=0.5), seed=3)
     (dead,) = (host for host in run.barrier.hosts if math.isfinite(host.dies_at))
     assert math.isinf(dead.live_at)
     lasts = CONSTANTS.lease_s * (1 - 1 / CONSTANTS.lease_renewals)
@@ -99,7 +99,8 @@ def test_a_dead_host_is_waited_for_until_its_lease_runs_out() -> None:
 
 
 def test_where_no_host_may_be_missing_the_decision_is_abort() -> None:
-    run = simulate(Scenario(10, _DELTA, deaths=1, go_on=False), seed=3)
+    scenario = Scenario(10, _DELTA, deaths=1, death_window_s=0.5, go_on=False)
+    run = simulate(scenario, seed=3)
     (decision,) = run.barrier.decisions
     assert not decision.commit
     assert all(math.isinf(host.live_at) for host in run.barrier.hosts)
