@@ -113,8 +113,8 @@ planted: setup ## Plant bugs into a copy of the tree, one by one: do the tests n
 	$(PY) -m tests.planted $(if $(EACH),--one-each)
 
 .PHONY: soak
-soak: setup ## Use the service for MINUTES (20) under random faults, with SEED if given; VLLM=1: a real vLLM
-	$(PY) -m tests.soak --minutes $(or $(MINUTES),20) $(if $(SEED),--seed $(SEED)) $(if $(VLLM),--vllm)
+soak: setup ## Use the service for MINUTES (20) under random faults, with SEED if given; VLLM=1: a real vLLM; FLEET=1: a fleet
+	$(PY) -m tests.soak --minutes $(or $(MINUTES),20) $(if $(SEED),--seed $(SEED)) $(if $(VLLM),--vllm) $(if $(FLEET),--fleet)
 
 .PHONY: prove
 prove: setup ## What CI does not run, or PART of it; each line with its commit into docs/proof.json
@@ -142,6 +142,10 @@ prove-ages: setup # Tells which code each part was run on
 demo: setup ## Watch a model learn a sentence while it generates
 	$(PY) -m examples.demo
 
+.PHONY: demo-fleet
+demo-fleet: setup ## Watch a fleet take each version together while one of its hosts dies and returns
+	$(PY) -m examples.fleet_demo
+
 .PHONY: $(BENCHMARKS:%=bench-%)
 $(BENCHMARKS:%=bench-%): bench-%: setup
 	$(PY) -m benchmarks.$* --json
@@ -155,8 +159,13 @@ bench-memory: setup
 bench-simulation: setup
 	$(PY) -m benchmarks.fleet --simulate 10,100,1000 --json
 
+# Namespaces, so it needs root; about ten minutes.
+.PHONY: bench-fleet
+bench-fleet: setup
+	$(PY) -m benchmarks.fleet --hosts 8 --json
+
 .PHONY: bench
-bench: $(BENCHMARKS:%=bench-%) bench-memory bench-simulation ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
+bench: $(BENCHMARKS:%=bench-%) bench-memory bench-simulation bench-fleet ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
 
 GPU_PATH = $(CURDIR):$(CURDIR)/server:$(CURDIR)/client:$${PYTHONPATH:-}
 

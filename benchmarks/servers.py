@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weightsync_client import Client, ClientError
@@ -36,7 +36,11 @@ def free_port(run: int = 1) -> int:
 
 @contextlib.contextmanager
 def process(
-    *arguments: str, log: Path, piped: bool = False, environment: Mapping[str, str] | None = None
+    *arguments: str,
+    log: Path,
+    piped: bool = False,
+    environment: Mapping[str, str] | None = None,
+    wrapper: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a Python program until the block ends.
 
@@ -45,10 +49,11 @@ def process(
         log: Where it writes.
         piped: Whether its standard input and output are pipes instead.
         environment: Variables of its own.
+        wrapper: What its command line begins with, as where it runs in a network namespace.
     """
     with log.open("wb") as output:
         child = subprocess.Popen(
-            [sys.executable, *arguments],
+            [*wrapper, sys.executable, *arguments],
             stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else output,
             stderr=output,
@@ -70,21 +75,32 @@ def process(
 
 @contextlib.contextmanager
 def weightsync_server(
-    folder: Path, listen: list[str], *flags: str, engine: str = "", store: str = "memory://"
+    folder: Path,
+    listen: list[str],
+    *flags: str,
+    engine: str = "",
+    store: str = "memory://",
+    environment: Mapping[str, str] | None = None,
+    wrapper: Sequence[str] = (),
+    program: str = "weightsync_server.cli",
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a real weightsync-server until the block ends.
 
     Args:
         folder: For its sockets, state and log.
-        listen: Addresses.
+        listen: Addresses, of which the first is asked whether it answers.
         *flags: More flags.
-        engine: Socket of the bridge, or `none`, as beside `--engines`; empty: a socket that does
-            not exist, which pushes do not need.
+        engine: Socket of the bridge, or `none`, as beside `--engines`, or `memory`; empty: a socket
+            that does not exist, which pushes do not need.
         store: Where versions are kept; empty: in the state folder.
+        environment: Variables of its own.
+        wrapper: As for `process`.
+        program: The module that is run.
     """
-    named = engine if engine == "none" else f"unix:{engine or folder / 'absent.sock'}"
+    own = engine in ("none", "memory")
+    named = engine if own else f"unix:{engine or folder / 'absent.sock'}"
     arguments = [
-        *("-m", "weightsync_server.cli", "--name", "bench", "--store", store),
+        *("-m", program, "--name", "bench", "--store", store),
         *("--engine", named, "--metrics", ""),
         *("--run-dir", str(folder), "--state-dir", str(folder / "state")),
         *("--drain-timeout-s", "2"),
@@ -92,9 +108,10 @@ def weightsync_server(
     for address in listen:
         arguments += ["--listen", address]
     log = folder / "server.log"
-    with process(*arguments, *flags, log=log) as child:
+    running = process(*arguments, *flags, log=log, environment=environment, wrapper=wrapper)
+    with running as child:
         deadline = time.monotonic() + _START_S
-        while not _answers(listen[0]):
+        while not _answers(listen[0].partition("?")[0]):
             if child.poll() is not None or time.monotonic() > deadline:
                 msg = f"weightsync-server did not start:\n{log.read_text()[-3000:]}"
                 raise RuntimeError(msg)

@@ -1,5 +1,40 @@
 """How long a fleet takes from a commit until its last host is live on the version.
 
+With --hosts N it is measured, on this machine: a trainer and N hosts, each a network namespace
+whose link carries --link-mb each way, and a weightsync-server with an engine in memory on each
+host. One round comes before those that count, every push changes all values and sends all.
+
+one_by_one_s            the trainer pushes to each host in turn, over its link, until the last push
+                        has returned, committed and staged
+push_to_staged_everywhere_s_<way>
+                        it pushes once, to an origin on its own host, until the last follower has
+                        the version committed and staged
+over_one_by_one_<way>   that over one_by_one_s of the same round; wanted at most 0.5 through file
+                        and s3
+origin_sent_<way>       what has left the trainer's host by its link meanwhile, headers included,
+                        over the version's bytes; of file, what the origin has written; wanted at
+                        most 1.05 with a store
+cores_<way>             cores that all processes of the benchmark kept busy meanwhile, of this
+                        machine's: near all of them, the figure is the machine's and not the link's
+link_s                  as many bytes over one link by a bare TCP connection
+disk_s                  as many bytes written to this machine's disk by one process, and flushed;
+                        origin and followers keep versions there, all on one disk
+late_joiner_s           through s3: from the start of a server that has nothing until its engine
+                        serves the version that the fleet has decided; start_s of one that has no
+                        fleet and no origin, until its engine serves its own checkpoint
+decision_p99_s          of a barrier, three etcd, a model of 64 KiB: from the moment at which the
+                        last member is about to send its record that it is ready, until the last
+                        member has read the decision; wanted at most 0.1
+create_to_read_p99_s    in the same etcd without any load: from a create until another connection,
+                        which watches, has read the key; a decision takes two of these at least
+skew_s, skew_p99_s      of the same barriers: from the first host whose engine has resumed on the
+                        version to the last one
+barrier_s               of the same, the whole call
+
+Ways: file, a folder on this machine's disk, which no link limits; s3, a server on a host without
+a limit, as a store of many machines is; grpc, from the origin to each follower, by TLS, as pushes
+one by one are. Needs root, iproute2 and etcd.
+
 With --simulate a simulation of discrete events, no clock and no network: for each payload, store
 and number of hosts
 
@@ -19,12 +54,14 @@ source (--constants), what is left out and where it stops being true.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks import report
 from benchmarks.fleet.figures import Line, constants_table, keys, summed_up, table
+from benchmarks.fleet.measured import Measure, measured
 from benchmarks.fleet.scenarios import scenarios
 from benchmarks.fleet.simulation import simulate_many
 
@@ -32,11 +69,18 @@ __all__ = ["main", "simulated"]
 
 #: Whole versions move little from seed to seed, and have the most events.
 _FULL_SEEDS = 5
+#: Whose addresses fit into one small network.
+_MOST_HOSTS = 200
 
 
 def main() -> None:
-    """Read the command line, simulate and print."""
+    """Read the command line, measure or simulate, and print."""
     parser = report.arguments(__doc__)
+    parser.add_argument("--hosts", type=int, help="measure a fleet of 1 to 200, such as 8")
+    parser.add_argument("--mib", type=int, default=128, help="of the model (default 128)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default 3)")
+    parser.add_argument("--link-mb", type=float, default=40, help="MB/s of a link (default 40)")
+    parser.add_argument("--decisions", type=int, default=200, help="barriers (default 200)")
     parser.add_argument("--simulate", type=_sizes, metavar="HOSTS", help="such as 10,100,1000")
     parser.add_argument("--seeds", type=int, default=100, help="of each line (default 100)")
     parser.add_argument("--table", action="store_true", help="print the table of docs/scale.md")
@@ -45,8 +89,15 @@ def main() -> None:
     if options.constants:
         print(constants_table(), end="")
         return
+    if options.hosts is not None:
+        if not 1 <= options.hosts <= _MOST_HOSTS:
+            parser.error(f"--hosts is {options.hosts}; it must be 1 to {_MOST_HOSTS}")
+        if min(options.mib, options.rounds, options.decisions) < 1 or options.link_mb <= 0:
+            parser.error("--mib, --rounds and --decisions must be 1 or more, --link-mb above 0")
+        _measure(options)
+        return
     if not options.simulate:
-        parser.error("name the sizes of the fleets: --simulate 10,100,1000")
+        parser.error("measure with --hosts 8, or simulate with --simulate 10,100,1000")
     if options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}; it must be 1 or more")
     lines = simulated(options.simulate, options.seeds)
@@ -55,6 +106,21 @@ def main() -> None:
         return
     parameters = {"hosts": options.simulate, "seeds": options.seeds}
     report.emit("fleet", parameters, {}, keys(lines), as_json=options.json)
+
+
+def _measure(options: argparse.Namespace) -> None:
+    link = round(options.link_mb * 1e6)
+    measure = Measure(options.hosts, options.mib << 20, options.rounds, link, options.decisions)
+    samples, facts = measured(measure)
+    parameters = {
+        **measure._asdict(),
+        "origin_and_trainer": "one host",
+        "store_link": "not limited",
+        "file_system": "this machine's disk, not limited",
+        "fetchers": 1,
+        "etcd": 3,
+    }
+    report.emit("fleet", parameters, samples, facts, as_json=options.json)
 
 
 def simulated(hosts: list[int], seeds: int) -> list[Line]:

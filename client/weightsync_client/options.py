@@ -199,21 +199,21 @@ class RollbackOptions(PauseChoices, EngineChoices, total=False):
     """Keyword options of `rollback`: those of `PauseChoices` and `EngineChoices`."""
 
 
-class FleetChoices(TypedDict, total=False):
-    """Keyword options of `fleet_apply` and `fleet_rollback`.
+class FleetChoices(PauseChoices, total=False):
+    """Keyword options of `fleet_apply` and `fleet_rollback`, besides those of `PauseChoices`.
+
+    All members pause in the same way; one that cannot refuses the apply before any has. A barrier
+    takes no "between_steps", and waits for requests at most a quarter of the server's
+    `undecided_limit_s`.
 
     Attributes:
         order: "rolling" (default): wave by wave, while the others generate; a wave that fails stops
             it, and those that went before go back. "barrier": all stand still until one decision.
         max_unavailable: With "rolling": members away at once; default: as the server is set.
-        idempotency_key: As in `PauseChoices`.
-        timeout_s: Instead of `Timeouts.apply_s`.
     """
 
     order: FleetOrder | str
     max_unavailable: int
-    idempotency_key: str
-    timeout_s: float
 
 
 class ApplyOptions(PauseChoices, EngineChoices, total=False):

@@ -27,6 +27,7 @@ from examples.demo.processes import (
     exit_on_signals,
     free_port,
     give_way,
+    short_folder,
     vllm_command,
 )
 from examples.demo.table import Row, View
@@ -40,7 +41,6 @@ _TRAINED_S = 160.0
 _TRAIN_MIN_S = 20.0
 #: Longest wait for one more completion at the end.
 _COMPLETION_S = 5.0
-_SOCKET_PATH_MAX = 80
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def main() -> int:
     exit_on_signals()
     console = Console()
     try:
-        with tempfile.TemporaryDirectory(prefix="ws-demo-", dir=_short_folder()) as folder:
+        with tempfile.TemporaryDirectory(prefix="ws-demo-", dir=short_folder()) as folder:
             learned, text = _run(Path(folder), console, train_s)
     except KeyboardInterrupt:
         console.print("stopped")
@@ -70,11 +70,6 @@ def main() -> int:
         return 1
     console.print("Learned: the model answers with the sentence, and it never stopped to reload.")
     return 0
-
-
-def _short_folder() -> str | None:
-    # A unix socket's path holds 107 bytes.
-    return None if len(tempfile.gettempdir()) <= _SOCKET_PATH_MAX else "/tmp"  # noqa: S108 - see above
 
 
 def _run(folder: Path, console: Console, train_s: float) -> tuple[bool, str]:

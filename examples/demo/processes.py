@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +21,15 @@ __all__ = [
     "exit_on_signals",
     "free_port",
     "give_way",
+    "short_folder",
     "vllm_command",
 ]
 
 _TERM_S = 15.0
 #: As of nice(1): a tenth of the weight that others have.
 _LITTLE = "10"
+#: Of a folder for temporary ones. A unix socket's path has at most 107 bytes.
+_FOLDER_MAX = 60
 
 
 class ProcessesError(RuntimeError):
@@ -68,12 +72,12 @@ class Processes:
         """Start a process; with `piped` its standard output can be read, else all goes to its log.
 
         Args:
-            name: Of the process and its log.
+            name: Of the process and its log; of one that has ended it may be used again.
             command: What to run.
             variables: Environment variables besides those of this process.
             piped: Whether standard output is a pipe.
         """
-        with self._log(name).open("wb") as log:
+        with self._log(name).open("ab") as log:
             self._running[name] = subprocess.Popen(
                 command,
                 env={**os.environ, **(variables or {})},
@@ -84,6 +88,12 @@ class Processes:
             )
         return self._running[name]
 
+    def kill(self, name: str) -> None:
+        """End a process and all that it started at once, as a crash does, and forget it."""
+        process = self._running.pop(name)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
     def check(self) -> None:
         """Return if every process runs or has ended well.
 
@@ -92,7 +102,7 @@ class Processes:
         """
         for name, process in self._running.items():
             if process.poll():
-                end = self._log(name).read_text(errors="replace")[-3000:]
+                end = self._last_words(name, 3000)
                 msg = f"{name} ended with status {process.returncode}; its last words:\n{end}"
                 raise ProcessesError(msg)
 
@@ -105,8 +115,8 @@ class Processes:
         while not ready():
             self.check()
             if time.monotonic() > deadline:
-                logs = ", ".join(f"{name}.log" for name in self._running)
-                msg = f"{what} was not ready in time; {logs} in {self._directory} tell more"
+                ends = "\n".join(f"{name}: {self._last_words(name, 500)}" for name in self._running)
+                msg = f"{what} was not ready in time; the ends of the logs:\n{ends}"
                 raise ProcessesError(msg)
             time.sleep(0.2)
 
@@ -116,6 +126,9 @@ class Processes:
             for process in reversed(self._running.values()):
                 _stop(process)
             self._running.clear()
+
+    def _last_words(self, name: str, most: int) -> str:
+        return self._log(name).read_text(errors="replace")[-most:]
 
     def _log(self, name: str) -> Path:
         return self._directory / f"{name}.log"
@@ -164,6 +177,11 @@ def exit_on_signals() -> None:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
+
+
+def short_folder() -> str | None:
+    """Return where temporary folders may lie; None: where they always do."""
+    return None if len(tempfile.gettempdir()) <= _FOLDER_MAX else "/tmp"  # noqa: S108 - for tempfile
 
 
 def free_port() -> int:

@@ -249,11 +249,13 @@ class App:
         )
         admission = Admission(_call_limits(self._settings), caller_name)
         audit = Audit(self._settings.name, metrics)
-        audit.witness(servicer)
+        nodes = NodeServicer(self._nodes)
+        for witnessed in (servicer, nodes):
+            audit.witness(witnessed)
 
         def serve(server: grpc.aio.Server) -> None:
             add_service(servicer, server)
-            add_node_service(NodeServicer(self._nodes), server)
+            add_node_service(nodes, server)
             health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
             if add_debug_service(server):
                 logger.warning("failpoints are on; this server fails on purpose")
@@ -378,6 +380,7 @@ def _follow_options(settings: Settings) -> FollowOptions:
         settings.follow_token_file,
         settings.slots,
         settings.disk_floor_bytes,
+        settings.follow_cache,
     )
 
 

@@ -14,6 +14,7 @@ from weightsync.wire.addresses import is_loopback, is_private
 from weightsync_server.auth import Endpoint, ListenerOptions
 from weightsync_server.engine.engine_names import check_engines
 from weightsync_server.fleet_host.fleet_settings import FleetSettings
+from weightsync_server.follow.follow_settings import FollowSettings
 from weightsync_server.follow.follow_url import check_follow
 from weightsync_server.node_host.node_url import check_node
 from weightsync_server.store.protocol import MODEL_NAME
@@ -61,7 +62,7 @@ def _check_host_port(name: str, written: str, example: int) -> None:
         raise ValueError(f"{name} must be HOST:PORT, such as 127.0.0.1:{example}, not {written!r}")
 
 
-class Settings(FleetSettings, BaseSettings):
+class Settings(FleetSettings, FollowSettings, BaseSettings):
     """Settings of weightsync-server: flags win over WEIGHTSYNC_* variables.
 
     A setting of several values takes its flag several times, or commas between them, or a JSON
@@ -171,19 +172,6 @@ class Settings(FleetSettings, BaseSettings):
         "ports after that of each HOST:PORT, and unix:PATH.1 and so on. 0: the server's own "
         "process receives.",
     )
-    follow: str = Field(
-        "",
-        description="Origin whose versions are fetched, kept and staged here, where no pushes are "
-        "taken then: grpc://HOST:PORT or grpcs://HOST:PORT of a server, or its store as s3://, "
-        "gs://, az:// or file:///path.",
-    )
-    follow_interval_s: float = Field(
-        1, gt=0, description="How often a store that is followed is looked for versions, seconds."
-    )
-    follow_ca: Path | None = Field(None, description="PEM: who signs the origin's certificate.")
-    follow_cert: Path | None = Field(None, description="Certificate that the origin is shown, PEM.")
-    follow_key: Path | None = Field(None, description="Its key, PEM, no password.")
-    follow_token_file: Path | None = Field(None, description="The origin's token, mode 0600.")
     node_of: str = Field(
         "",
         description="grpc://HOST:PORT or grpcs://HOST:PORT of the server beside the first node of "

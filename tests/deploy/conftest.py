@@ -75,7 +75,7 @@ def lone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoneServer
         process.communicate(timeout=30)
 
 
-def _require_namespaces() -> None:
+def require_namespaces() -> None:
     """Skip where namespaces cannot be made; fail in CI, which runs as root."""
     probe = ["unshare", "--mount", "--ipc", "--pid", "--net", "--fork", "mount", "-t", "tmpfs"]
     ran = subprocess.run([*probe, "none", "/mnt"], capture_output=True, text=True, check=False)
@@ -95,7 +95,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stack(docker_compose: str, promtool: str, checkpoint: Path) -> Iterator[Stack]:
     """Every service of the compose file but Grafana, healthy by its own healthcheck."""
-    _require_namespaces()
+    require_namespaces()
     del promtool  # its package brings the prometheus that is started here
     found = load(docker_compose, "docker-compose.yml", variables={"MODEL_DIR": str(checkpoint)})
     vllm_uid = found["vllm"].uid

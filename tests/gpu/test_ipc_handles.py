@@ -47,6 +47,9 @@ class _Engine:
     def own_update(self, info: Any) -> Any:
         return info | {"ipc_handles": from_plain(info["ipc_handles"])}
 
+    def close_wire(self, wire: Any) -> None:
+        wire.shutdown()
+
     def end_update(self, wire: Any) -> None:
         pass
 

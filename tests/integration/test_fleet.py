@@ -1,4 +1,4 @@
-"""A fleet of real servers over a folder: one decision, on every host or on none."""
+"""A fleet of real servers over each kind of register: one decision, on every host or on none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -15,41 +17,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.following import FollowingServer, checkpoint, step, until
+from tests.support.fleet_registers import place_of
+from tests.support.fleet_servers import FleetServers, all_serve, live, push
+from tests.support.following import until
 from weightsync.errors import Reason
-from weightsync_client import AsyncClient, Client, ClientError, FleetOrder
+from weightsync_client import AsyncClient, ClientError, FleetOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-NAMES = ("a", "b", "c")
-
-
-class Fleet:
-    """An origin and its followers, all of them members."""
-
-    def __init__(self, folder: Path) -> None:
-        self.register = folder / "register"
-        self._folder = folder
-        self.servers = {name: self._server(name) for name in NAMES}
-
-    def _server(self, name: str) -> FollowingServer:
-        flags = ["--fleet", "f", "--fleet-register", f"file://{self.register}"]
-        flags += ["--fleet-member", name, "--undecided-limit-s", "3", "--slots", "3"]
-        flags += ["--metrics", "127.0.0.1:0"]
-        if name != NAMES[0]:
-            flags += ["--follow", f"file://{self._folder / NAMES[0] / 'state' / 'store'}"]
-        return FollowingServer(self._folder / name, *flags)
-
-    @contextlib.contextmanager
-    def running(self, *names: str) -> Iterator[dict[str, Client]]:
-        with contextlib.ExitStack() as stack:
-            yield {
-                name: stack.enter_context(self.servers[name].running()) for name in names or NAMES
-            }
+    from tests.support.fleet_registers import RegisterPlace
 
 
-def run(fleet: Fleet, name: str, *arguments: str) -> str:
+def run(fleet: FleetServers, name: str, *arguments: str) -> str:
     """Return what the command prints that is asked of a member."""
     command = Path(sys.executable).with_name("weightsync")
     address = fleet.servers[name].address
@@ -67,35 +47,51 @@ async def again(address: str, version: int) -> int:
         return (await client.fleet_status()).decided_version
 
 
-def live(client: Client) -> int:
-    """Return what a server serves; 0: nothing."""
-    (model,) = client.status().models
-    return model.live_version if client.health("serving") else 0
+def run_in_terminal(fleet: FleetServers, name: str, *arguments: str) -> tuple[str, str]:
+    """Return what the command prints, and what a terminal shows meanwhile."""
+    command = Path(sys.executable).with_name("weightsync")
+    address = fleet.servers[name].address
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [command, *arguments, "--address", address], stdout=subprocess.PIPE, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        # The end of a terminal is an error on Linux.
+        with contextlib.suppress(OSError):
+            while piece := os.read(ours, 65536):
+                shown += piece
+        os.close(ours)
+        assert process.stdout is not None
+        printed = process.stdout.read().decode()
+    assert process.returncode == 0
+    return printed, shown.decode()
+
+
+@pytest.fixture(params=["folder", "etcd", pytest.param("bucket", marks=pytest.mark.matrix)])
+def place(
+    request: pytest.FixtureRequest, program: Callable[[str, str], str], tmp_path: Path
+) -> Iterator[RegisterPlace]:
+    etcd = program("etcd", "etcd-server") if request.param == "etcd" else ""
+    with place_of(request.param, etcd, tmp_path) as made:
+        yield made
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
-    return Fleet(tmp_path)
+def fleet(tmp_path: Path, place: RegisterPlace) -> FleetServers:
+    return FleetServers(tmp_path, place)
 
 
-def push(client: Client, number: int) -> int:
-    return client.push(step(checkpoint(1), number), delta="never").version
-
-
-def all_serve(clients: dict[str, Client], version: int) -> None:
-    until(
-        lambda: {live(client) for client in clients.values()} == {version},
-        f"all serve {version}",
-    )
-
-
-def test_barrier_rolling_and_rollback(fleet: Fleet) -> None:
+def test_barrier_rolling_and_rollback(fleet: FleetServers, tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    plan.touch()
+    fleet.servers["b"].variables["WEIGHTSYNC_FAILPOINTS"] = f"@{plan}"
     with fleet.running() as clients:
-        until(lambda: len(clients["a"].fleet_status().members) == len(NAMES), "all are there")
+        until(lambda: len(clients["a"].fleet_status().members) == len(fleet.names), "all are there")
         second = push(clients["a"], 2)
         report = clients["b"].fleet_apply(second, order="barrier", idempotency_key="k")
         assert (report.decision, report.order) == ("COMMIT", FleetOrder.BARRIER)
-        assert [one.name for one in report.members] == list(NAMES)
+        assert [one.name for one in report.members] == list(fleet.names)
         assert all(one.done for one in report.members)
         assert {live(client) for client in clients.values()} == {second}
         # The key is one call's in the whole fleet.
@@ -119,28 +115,33 @@ def test_barrier_rolling_and_rollback(fleet: Fleet) -> None:
         assert (shown["fleet"], shown["member"]) == ("f", "b")
         assert shown["newest"] == json.loads(json.dumps(dataclasses.asdict(report)))
         assert run(fleet, "c", "fleet", "members").splitlines()[0].startswith("a: serving, ")
-        text = run(fleet, "c", "fleet", "apply", str(third), "--order", "barrier")
+        fourth = push(clients["a"], 4)
+        plan.write_text("fleet.prepare=1*sleep(4)")
+        chosen = "--order", "barrier", "--pause", "wait", "--wait-timeout", "0.5"
+        text, shown = run_in_terminal(fleet, "c", "fleet", "apply", str(fourth), *chosen)
         assert "COMMIT" in text
         assert "live on 3 of 3 members" in text
-        assert fleet.servers["a"].metric("weightsync_fleet_members") == len(NAMES)
+        assert "2 of 3 prepared" in shown
+        assert "prepared" not in text
+        assert fleet.servers["a"].metric("weightsync_fleet_members") == len(fleet.names)
         assert fleet.servers["a"].metric("weightsync_fleet_undecided") == 0
         assert fleet.servers["a"].metric("weightsync_fleet_decision_age_seconds") > 0
 
         report = clients["a"].fleet_rollback(order="barrier")
-        assert report.version == second
-        assert asyncio.run(again(fleet.servers["c"].address, second)) == second
-        assert {live(client) for client in clients.values()} == {second}
+        assert report.version == third
+        assert asyncio.run(again(fleet.servers["c"].address, third)) == third
+        assert {live(client) for client in clients.values()} == {third}
         for client in clients.values():
             until(
-                lambda client=client: client.get_version(third).serving == "rejected",  # type: ignore[misc]  # bound at once
+                lambda client=client: client.get_version(fourth).serving == "rejected",  # type: ignore[misc]  # bound at once
                 "what was left is rejected",
             )
         with pytest.raises(ClientError) as caught:
-            clients["a"].fleet_apply(third)
+            clients["a"].fleet_apply(fourth)
         assert caught.value.reason is Reason.VERSION_REJECTED
 
 
-def test_one_that_was_away_goes_to_what_was_decided(fleet: Fleet) -> None:
+def test_one_that_was_away_goes_to_what_was_decided(fleet: FleetServers) -> None:
     with fleet.running("a", "b") as clients:
         until(lambda: len(clients["a"].fleet_status().members) == 2, "both are there")
         first = push(clients["a"], 2)
@@ -157,8 +158,10 @@ def test_one_that_was_away_goes_to_what_was_decided(fleet: Fleet) -> None:
             all_serve({"b": back}, second)
 
 
-def test_a_member_that_cannot_learn_the_decision_fences_itself(fleet: Fleet) -> None:
-    plan = fleet.register.with_name("plan")
+def test_a_member_that_cannot_learn_the_decision_fences_itself(
+    fleet: FleetServers, place: RegisterPlace, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan"
     plan.touch()
     fleet.servers["a"].variables["WEIGHTSYNC_FAILPOINTS"] = f"@{plan}"
     with fleet.running("a", "b") as clients, ThreadPoolExecutor(1) as pool:
@@ -171,11 +174,11 @@ def test_a_member_that_cannot_learn_the_decision_fences_itself(fleet: Fleet) -> 
         call = pool.submit(clients["a"].fleet_apply, second, order="barrier")
         hits = plan.with_name("plan.hits")
         until(hits.exists, "the coordinator is about to decide")
-        away = fleet.register.rename(fleet.register.with_name("away"))
+        place.down()
         log = fleet.servers["b"]
         until(lambda: "this host is fenced: the decision on a barrier" in log.log, "it is fenced")
         assert live(clients["b"]) == 0
-        away.rename(fleet.register)
+        place.up()
         plan.write_text("")
         process = fleet.servers["a"].process
         assert process is not None

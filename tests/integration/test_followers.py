@@ -18,6 +18,7 @@ from tests.support.following import FollowingServer, checkpoint, staged, step, u
 from tests.support.object_servers import ObjectServer, moto
 from tests.support.secured import authority_text
 from tests.support.serving import wait_serving
+from tests.support.shard_cache import unasked_cache
 from weightsync import failpoints
 from weightsync.errors import Reason
 from weightsync_client import Client, ClientError, PushKind, RefusedError
@@ -267,6 +268,27 @@ def test_a_checkpoint_of_its_own_gets_no_number_of_the_origin(folder: Path) -> N
                 pushed.version,
                 own.version,
             }
+
+
+def test_a_cache_that_lies_is_found_out(bucket: ObjectServer, folder: Path) -> None:
+    store = f"{bucket.url}/{folder.name}"
+    variables = bucket.environment()
+    origin = FollowingServer(folder / "a", "--store", store, variables=variables)
+    with unasked_cache(bucket.port) as cache, origin.running() as trainer:
+        flags = "--follow", store, "--follow-cache", cache.url(store)
+        follower = FollowingServer(folder / "b", *flags, variables=variables)
+        with follower.running() as client:
+            pushed = trainer.get_version(trainer.push(checkpoint(2)).version)
+            until(lambda: staged(client, pushed), "the version is staged")
+            assert cache.asked
+            assert "other bytes" not in follower.log
+            cache.change = lambda data: bytes(len(data))
+            pushed = trainer.get_version(trainer.push(checkpoint(3)).version)
+            until(lambda: staged(client, pushed), "the version is staged all the same")
+            assert "the cache gave other bytes than were put" in follower.log
+            client.apply(pushed.version)
+            assert client.verify().content_digest == pushed.content_digest
+            assert _equal(client, pushed.version, checkpoint(3))
 
 
 def test_too_little_memory_is_refused_at_start(folder: Path) -> None:

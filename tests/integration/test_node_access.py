@@ -55,8 +55,12 @@ def _until(found: Callable[[], bool]) -> None:
 
 
 def test_a_member_joins(head: Secured, join: Callable[[str, int], NodeProcess]) -> None:
-    join("member", 1)
+    node = join("member", 1)
     _until(lambda: "the weightsync-server of node 1 has joined" in head.server.log)
+    assert node.stop() == 0
+    _until(lambda: [line["method"] for line in head.audit()] == ["Join"])
+    (line,) = head.audit()
+    assert (line["role"], line["model"]) == ("member", "default")
 
 
 @pytest.mark.parametrize("role", ["follow", "read"])

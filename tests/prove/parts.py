@@ -73,6 +73,7 @@ _BENCHMARKS = (
     "train",
     "engines",
     "simulation",
+    "fleet",
 )
 _GPU = (
     "limits",
@@ -95,6 +96,7 @@ PARTS = (
     Part("fuzz", "make -s fuzz SECONDS=600 SEED=11"),
     Part("soak-1", "make -s soak MINUTES=20 SEED=1"),
     Part("soak-2", "make -s soak MINUTES=20 SEED=2"),
+    Part("soak-fleet", "make -s soak MINUTES=20 SEED=1 FLEET=1"),
     Part("soak-vllm", "make -s soak MINUTES=20 SEED=3 VLLM=1"),
     *(Part(f"bench-{name}", f"make -s bench-{name}", default=False) for name in _BENCHMARKS),
     Part("gpu-tests", "make -s test-gpu", gpu=True),

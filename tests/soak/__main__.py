@@ -25,6 +25,7 @@ from tests.soak.contents import CheckpointContents, Contents, MemoryContents
 from tests.soak.controller import Controller
 from tests.soak.deck import ROWS
 from tests.soak.faults import Injector, Tally
+from tests.soak.fleet.fleet_soak import soak_fleet
 from tests.soak.history import History
 from tests.soak.outside import Outside
 from tests.soak.site import Engine, MemoryEngineProcess, Site, VllmEngineProcess
@@ -288,11 +289,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0, help="0: any")
     parser.add_argument("--vllm", action="store_true", help="a real vLLM with two workers")
+    parser.add_argument("--fleet", action="store_true", help="several servers, etcd and a store")
     parser.add_argument("--work", type=Path, default=Path("build/soak"), help="for the record")
     options = parser.parse_args()
     seed = options.seed or random.randrange(1, 1 << 31)
     print(f"seed {seed}", flush=True)
     options.work.mkdir(parents=True, exist_ok=True)
+    if options.fleet:
+        return soak_fleet(options.minutes * 60, seed, options.work)
     history = History(options.work / f"history-{seed}.jsonl")
     # Unix sockets allow 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="soak-"))

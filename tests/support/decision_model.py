@@ -265,8 +265,8 @@ class Model:
     def _done(self, world: World, member: Member, step: Step) -> Member:
         state = member.state
         match step:
-            case Prepare(target):
-                return replace(member, state=replace(state, prepared=target))
+            case Prepare():
+                return replace(member, state=replace(state, prepared=step))
             case Say(_, phase, report):
                 refused = member.refused if report.ok else member.refused | {phase}
                 said = replace(state, said=state.said | {(1, phase)})

@@ -28,6 +28,7 @@ from weightsync_server.register import open_register
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from weightsync.engine import PauseSpec
     from weightsync_server.register.register import Register
 
 __all__ = ["FileHost", "coordinator_process", "make_member", "member_process", "version"]
@@ -45,7 +46,7 @@ class FileHost:
         folder: Made when missing.
 
     Attributes:
-        refuses: What to refuse: `prepare`, `pause`, `commit`.
+        refuses: What to refuse: `prepare`, `pause`, `commit`, or a mode to pause in.
         gate: Where it is given, `prepare` waits for it.
     """
 
@@ -57,7 +58,9 @@ class FileHost:
         if not self._state.exists():
             self._change("begin", live=[1, version(1).digest], serving=True, rejected=[])
 
-    async def prepare(self, target: FleetVersion) -> None:
+    async def prepare(self, target: FleetVersion, pause: PauseSpec | None = None) -> None:
+        if pause is not None and pause.mode in self.refuses:
+            raise WeightSyncError(Reason.ENGINE_REFUSED, f"no engine here can {pause.mode}")
         if self.gate is not None:
             await self.gate.wait()
         self._refuse("prepare")

@@ -11,12 +11,13 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fleet.coordinator import Coordinator
 from weightsync_server.fleet.fleet_limits import FleetLimits
 from weightsync_server.register.folder_register import FolderRegister
+from weightsync_server.store.documents import decode_document, encode_document
 
 if TYPE_CHECKING:
     from weightsync_server.fleet.fleet_member import FleetMember
     from weightsync_server.register.register import Creation
 
-__all__ = ["LIMITS", "CutRegister", "Fleet", "until"]
+__all__ = ["LIMITS", "CutRegister", "Fleet", "in_format", "until"]
 
 LIMITS = FleetLimits(
     undecided_s=1.0,
@@ -27,6 +28,11 @@ LIMITS = FleetLimits(
     retry_s=0.1,
     poll_s=0.05,
 )
+
+
+def in_format(number: object, value: bytes) -> bytes:
+    """Return a record as a release writes it that has another format."""
+    return encode_document(decode_document(value) | {"format": number})
 
 
 class CutRegister(FolderRegister):

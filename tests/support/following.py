@@ -58,7 +58,12 @@ class FollowingServer:
         flags: More flags, such as `--follow`.
         variables: More environment variables.
         seed: Of the checkpoint that its engine starts on.
+
+    Attributes:
+        command: What its flags are appended to.
     """
+
+    command: tuple[str | Path, ...] = (_COMMAND,)
 
     def __init__(
         self,
@@ -105,7 +110,7 @@ class FollowingServer:
         environment = os.environ | self.variables
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [_COMMAND, *flags, *self.flags], env=environment, stdout=log, stderr=log
+                [*self.command, *flags, *self.flags], env=environment, stdout=log, stderr=log
             )
         return self.process
 

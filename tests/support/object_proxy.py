@@ -62,6 +62,11 @@ def object_proxy(behind: int) -> Iterator[ObjectProxy]:
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm: ClassVar[bool] = True
 
+        def handle(self) -> None:
+            # Who hangs up, or is hung up on, need not be told here.
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                super().handle()
+
         def _pass(self) -> None:
             body = self._body()
             with lock:

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = ["BUCKET", "ObjectServer", "azurite", "moto", "npm_program", "s3rver"]
 
@@ -44,12 +44,14 @@ class ObjectServer:
         scheme: Of its URLs.
         pid: Of its process.
         account: Name and secret, where it is S3.
+        host: Where clients find it.
     """
 
     port: int
     scheme: str
     pid: int
     account: tuple[str, str] = ("nobody", "nothing")
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
@@ -58,7 +60,7 @@ class ObjectServer:
 
     def environment(self, port: int = 0) -> Mapping[str, str]:
         """Return what a client needs to know, also of one that goes through a port of its own."""
-        address = f"http://127.0.0.1:{port or self.port}"
+        address = f"http://{self.host}:{port or self.port}"
         if self.scheme == "az":
             return {
                 "AZURE_STORAGE_ACCOUNT_NAME": _ACCOUNT,
@@ -76,22 +78,26 @@ class ObjectServer:
 
 
 @contextlib.contextmanager
-def moto(folder: Path, *, asks: bool = False) -> Iterator[ObjectServer]:
+def moto(
+    folder: Path, *, asks: bool = False, host: str = "127.0.0.1", wrapper: Sequence[str] = ()
+) -> Iterator[ObjectServer]:
     """Run a server that speaks S3, with one bucket.
 
     Args:
         folder: For its log.
         asks: Whether it can be made to ask who calls, and for rights.
+        host: Address that it listens on.
+        wrapper: What its command line begins with, as where it runs in a network namespace.
     """
     port = _free_port()
     # It needs other releases of what the tests need, so it has a folder of its own.
     environment = os.environ | {"PYTHONPATH": str(_OPT / "moto")}
     if asks:
         environment |= {"INITIAL_NO_AUTH_ACTION_COUNT": "1000"}
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    command = [*wrapper, sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
     with _running(command, folder, environment) as process:
-        _until_up(lambda: httpx.put(f"http://127.0.0.1:{port}/{BUCKET}"), process, folder)
-        yield ObjectServer(port, "s3", process.pid)
+        _until_up(lambda: httpx.put(f"http://{host}:{port}/{BUCKET}"), process, folder)
+        yield ObjectServer(port, "s3", process.pid, host=host)
 
 
 def npm_program(name: str) -> Path:

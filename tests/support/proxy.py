@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 __all__ = ["FaultProxy", "Faults"]
 
+_HALT_S = 0.02
+
 
 @dataclass
 class Faults:
@@ -21,6 +23,8 @@ class Faults:
         latency_s: Delay of every piece, in seconds.
         slice_bytes: Pieces are passed on in slices of so many bytes; 0: as they come.
         flip_at: The byte to the server in which a bit is flipped; None: none.
+        refuse: New connections end at once.
+        halt: Nothing passes, and what comes waits until it does again.
     """
 
     cut_after: int | None = None
@@ -29,6 +33,8 @@ class Faults:
     latency_s: float = 0.0
     slice_bytes: int = 0
     flip_at: int | None = None
+    refuse: bool = False
+    halt: bool = False
 
 
 class FaultProxy:
@@ -67,6 +73,9 @@ class FaultProxy:
         self._loop.run_forever()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.faults.refuse:
+            writer.transport.abort()
+            return
         try:
             far_reader, far_writer = await self._connect()
         except OSError:
@@ -116,6 +125,8 @@ class FaultProxy:
     async def _pass(self, data: bytes, writer: asyncio.StreamWriter) -> None:
         if self.faults.latency_s:
             await asyncio.sleep(self.faults.latency_s)
+        while self.faults.halt:  # noqa: ASYNC110 - it is changed by another thread
+            await asyncio.sleep(_HALT_S)
         step = self.faults.slice_bytes or len(data) or 1
         for at in range(0, len(data), step):
             writer.write(data[at : at + step])

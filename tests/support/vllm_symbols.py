@@ -210,6 +210,10 @@ SYMBOLS: tuple[Symbol, ...] = (
         (f"{_TRANSFER}.nccl_engine:NCCLWeightTransferEngine#self.model_update_group.broadcast",),
         "refusing what a connection that ends would begin",
     ),
+    Symbol(
+        ("vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.destroy",),
+        "aborting what a device waits for",
+    ),
     Symbol(("vllm.v1.worker.gpu_worker:Worker#self.weight_transfer_engine",), "our engine"),
     *_each(
         _LLM,

@@ -16,10 +16,11 @@ from pathlib import Path, PurePosixPath
 import pytest
 from packaging.requirements import Requirement
 
+from tests.support.wheels import ROOT, build_wheel, export_tree, run_command
+
 # Builds compile, and an installation copies.
 pytestmark = pytest.mark.timeout(180)
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "weightsync": ROOT / "weightsync",
     "weightsync_server": ROOT / "server/weightsync_server",
@@ -30,29 +31,14 @@ FOLDERS = {
 KERNELS = "weightsync/delta/kernels"
 
 
-def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Run a command to its end and return what it printed."""
-    env = os.environ | environment
-    ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout + ran.stderr
-
-
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    export = tmp_path_factory.mktemp("export")
-    listing = _run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
-    for name in filter(lambda line: (ROOT / line).is_file(), listing.splitlines()):
-        (export / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, export / name)
-    return export
+    return export_tree(tmp_path_factory.mktemp("export"))
 
 
 @pytest.fixture(scope="module")
 def wheel(export: Path) -> Path:
-    _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "out", cwd=export)
-    (built,) = (export / "out").glob("*.whl")
-    return built
+    return build_wheel(export)
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +87,12 @@ def test_grpc_companions_share_one_floor_and_no_pin(requirements: list[Requireme
 
 def test_both_commands_run_from_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     env = tmp_path / "env"
-    _run(sys.executable, "-m", "venv", "--without-pip", env, cwd=tmp_path)
+    run_command(sys.executable, "-m", "venv", "--without-pip", env, cwd=tmp_path)
     python = env / "bin/python"
     pip = (sys.executable, "-m", "pip", "--python", python)
-    _run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    run_command(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     packages = Path(
-        _run(
+        run_command(
             python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
         ).strip()
     )
@@ -114,10 +100,12 @@ def test_both_commands_run_from_the_installed_wheel(wheel: Path, tmp_path: Path)
     # named in a .pth file is put on the path without reading the .pth files inside it.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     for package in FOLDERS:
-        found = _run(python, "-c", f"import {package}; print({package}.__file__)", cwd=tmp_path)
+        found = run_command(
+            python, "-c", f"import {package}; print({package}.__file__)", cwd=tmp_path
+        )
         assert Path(found.strip()).is_relative_to(packages)
     for command in ("weightsync", "weightsync-server"):
-        assert "Usage" in _run(env / "bin" / command, "--help", cwd=tmp_path).title()
+        assert "Usage" in run_command(env / "bin" / command, "--help", cwd=tmp_path).title()
 
 
 @pytest.fixture
@@ -138,7 +126,7 @@ def test_a_wheel_carries_the_kernels_that_it_is_tagged_for(
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     program = "from weightsync.delta import kernels; print(kernels.__file__, kernels.available())"
-    told = _run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    told = run_command(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert str(tmp_path) in told
     assert "generic" in told
 
@@ -147,7 +135,7 @@ def test_without_a_compiler_a_wheel_is_for_all_and_a_line_tells_it(
     export: Path, no_compiler: dict[str, str]
 ) -> None:
     command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "plain")
-    told = _run(*command, cwd=export, **no_compiler)
+    told = run_command(*command, cwd=export, **no_compiler)
     assert "No C compiler" in told
     (built,) = (export / "plain").glob("*.whl")
     assert built.name.endswith("-py3-none-any.whl")
@@ -156,11 +144,13 @@ def test_without_a_compiler_a_wheel_is_for_all_and_a_line_tells_it(
 
 
 def test_a_wheel_can_be_built_from_the_source_distribution(export: Path) -> None:
-    _run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", "source", cwd=export)
+    run_command(
+        sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", "source", cwd=export
+    )
     (archive,) = (export / "source").iterdir()
     shutil.unpack_archive(archive, export / "source", filter="data")
     (tree,) = (path for path in (export / "source").iterdir() if path.is_dir())
-    _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "out", cwd=tree)
+    run_command(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "out", cwd=tree)
     (built,) = (tree / "out").iterdir()
     with zipfile.ZipFile(built) as found:
         library = f"{KERNELS}/kernels.so" in found.namelist()

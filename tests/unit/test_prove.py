@@ -98,7 +98,8 @@ def test_a_part_that_fails_is_not_stored() -> None:
 
 
 def test_parts_and_groups_are_chosen_by_name() -> None:
-    assert [part.name for part in chosen("soak", gpu=False)] == ["soak-1", "soak-2", "soak-vllm"]
+    soaks = ["soak-1", "soak-2", "soak-fleet", "soak-vllm"]
+    assert [part.name for part in chosen("soak", gpu=False)] == soaks
     assert [part.name for part in chosen("planted", gpu=False)] == ["planted"]
     assert not any(part.group == "bench" for part in chosen("", gpu=False))
     assert {part.group for part in chosen("", gpu=True)} == {"gpu"}

@@ -13,6 +13,7 @@ __all__ = [
     "BETWEEN_STEPS",
     "FENCES_ON_EXPIRY",
     "LAYOUT_CHECK",
+    "OLDEST_PROTOCOL",
     "PROTOCOL_VERSION",
     "READ_AHEAD",
     "VERSION_LOADS",
@@ -31,8 +32,10 @@ __all__ = [
     "WaitingUpdate",
 ]
 
-#: Version of `engine.proto` and of what ranks read in shared memory; server and bridge must agree.
-PROTOCOL_VERSION = 2
+#: Versions of `engine.proto` and of what ranks read in shared memory: the newest that server and
+#: bridge of this release speak, and the oldest, which is that of the release before. They take the
+#: newest that both do.
+PROTOCOL_VERSION = OLDEST_PROTOCOL = 2
 
 #: The pause mode that needs no pause, and the capability of engines that know it.
 BETWEEN_STEPS = "between_steps"

@@ -2235,7 +2235,9 @@ class VersionInfo(_message.Message):
     changed_fraction: _builtins.float
     """For a version that was pushed as a delta: share of the elements that differ from the base."""
     live_check: Global___LiveCheck.ValueType
-    """Whether its live parameters were compared as a whole."""
+    """Whether the live parameters of every engine that serves it were compared as a whole: the worst
+    that is known of one.
+    """
     layout_check: Global___LayoutCheck.ValueType
     """Whether the engine takes its tensors."""
     @_builtins.property

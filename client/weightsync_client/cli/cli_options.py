@@ -8,7 +8,7 @@ import typer
 
 from weightsync.model.manifest import MAX_VERSION
 from weightsync_client.client import Client
-from weightsync_client.options import DEFAULT_ADDRESS
+from weightsync_client.options import DEFAULT_ADDRESS, PauseChoices
 
 __all__ = [
     "Address",
@@ -24,6 +24,7 @@ __all__ = [
     "Version",
     "Wait",
     "connect",
+    "set_pause",
 ]
 
 Address = Annotated[
@@ -49,10 +50,11 @@ Key = Annotated[
     typer.Option("--key", help="Idempotency key: a repeated call with it joins the first."),
 ]
 Pause = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--pause",
         help="Requests in flight: keep, wait (finish first), abort; or between_steps: no pause.",
+        show_default="keep",
     ),
 ]
 Cache = Annotated[
@@ -100,3 +102,24 @@ def connect(address: str, model: str | None) -> Client:
     Arguments are seen by every user of a host.
     """
     return Client(address or DEFAULT_ADDRESS, model=model or None)
+
+
+def set_pause(
+    choices: PauseChoices,
+    pause: str | None,
+    cache: str | None,
+    wait_timeout: float | None,
+    after_wait: str,
+    key: str | None,
+) -> None:
+    """Put into the options of a call what was chosen of how to pause, and its key."""
+    if pause is not None:
+        choices["pause"] = pause
+    if cache is not None:
+        choices["cache"] = cache
+    if wait_timeout is not None:
+        choices["wait_timeout_s"] = wait_timeout
+    if pause == "wait":
+        choices["after_wait"] = after_wait
+    if key:
+        choices["idempotency_key"] = key

@@ -9,7 +9,19 @@ import typer
 from weightsync.model.manifest import MAX_VERSION
 from weightsync_client import fleet_types as types
 from weightsync_client.cli import render
-from weightsync_client.cli.cli_options import Address, Json, Key, Model, connect
+from weightsync_client.cli.cli_options import (
+    Address,
+    After,
+    Cache,
+    Json,
+    Key,
+    Model,
+    Pause,
+    Wait,
+    connect,
+    set_pause,
+)
+from weightsync_client.cli.fleet_progress import fleet_progress
 from weightsync_client.options import DEFAULT_ADDRESS, FleetChoices
 
 __all__ = ["fleet"]
@@ -72,15 +84,21 @@ def apply(
     *,
     order: _Order = "rolling",
     max_unavailable: _MaxUnavailable = 0,
+    pause: Pause = None,
+    cache: Cache = None,
+    wait_timeout: Wait = None,
+    after_wait: After = "keep",
     timeout: _Timeout = None,
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
     json: Json = False,
 ) -> None:
-    """Make a version live on every member, or on none. `fleet status` shows progress."""
-    with connect(address, model) as client:
-        report = client.fleet_apply(version, **_choices(order, max_unavailable, timeout, key))
+    """Make a version live on every member, or on none; a terminal shows how far it is."""
+    choices = _choices(order, max_unavailable, timeout)
+    set_pause(choices, pause, cache, wait_timeout, after_wait, key)
+    with connect(address, model) as client, fleet_progress(client):
+        report = client.fleet_apply(version, **choices)
     render.show_json(report) if json else _show_report(report)
 
 
@@ -90,6 +108,10 @@ def rollback(
     reason: Annotated[str, typer.Option(help="Why, for logs.")] = "",
     order: _Order = "rolling",
     max_unavailable: _MaxUnavailable = 0,
+    pause: Pause = None,
+    cache: Cache = None,
+    wait_timeout: Wait = None,
+    after_wait: After = "keep",
     timeout: _Timeout = None,
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
@@ -97,21 +119,19 @@ def rollback(
     json: Json = False,
 ) -> None:
     """Go back to the version of the commit before, and reject what is left, everywhere."""
-    with connect(address, model) as client:
-        report = client.fleet_rollback(reason, **_choices(order, max_unavailable, timeout, key))
+    choices = _choices(order, max_unavailable, timeout)
+    set_pause(choices, pause, cache, wait_timeout, after_wait, key)
+    with connect(address, model) as client, fleet_progress(client):
+        report = client.fleet_rollback(reason, **choices)
     render.show_json(report) if json else _show_report(report)
 
 
-def _choices(
-    order: str, max_unavailable: int, timeout: float | None, key: str | None
-) -> FleetChoices:
+def _choices(order: str, max_unavailable: int, timeout: float | None) -> FleetChoices:
     choices = FleetChoices(order=order)
     if max_unavailable:
         choices["max_unavailable"] = max_unavailable
     if timeout is not None:
         choices["timeout_s"] = timeout
-    if key:
-        choices["idempotency_key"] = key
     return choices
 
 

@@ -25,13 +25,13 @@ from weightsync_client.cli.cli_options import (
     Pause,
     Wait,
     connect,
+    set_pause,
 )
 from weightsync_client.errors import refuse
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
     EngineChoices,
-    PauseChoices,
     PushOptions,
     RollbackOptions,
 )
@@ -50,25 +50,6 @@ def _metadata(pairs: list[str]) -> dict[str, str]:
             raise refuse(Reason.REQUEST_INVALID, f"--metadata {pair!r} is not KEY=VALUE")
         found[key] = value
     return found
-
-
-def _set_pause(
-    choices: PauseChoices,
-    pause: str,
-    cache: str | None,
-    wait_timeout: float | None,
-    after_wait: str,
-    key: str | None,
-) -> None:
-    choices["pause"] = pause
-    if cache is not None:
-        choices["cache"] = cache
-    if wait_timeout is not None:
-        choices["wait_timeout_s"] = wait_timeout
-    if pause == "wait":
-        choices["after_wait"] = after_wait
-    if key:
-        choices["idempotency_key"] = key
 
 
 def _set_engines(
@@ -197,7 +178,7 @@ def apply(
     options = ApplyOptions(
         dry_run=dry_run, require_durable=not allow_not_durable, clear_rejected=clear_rejected
     )
-    _set_pause(options, pause, cache, wait_timeout, after_wait, key)
+    set_pause(options, pause, cache, wait_timeout, after_wait, key)
     _set_engines(options, engine, order, max_unavailable)
     if prepare_timeout is not None:
         options["prepare_timeout_s"] = prepare_timeout
@@ -225,7 +206,7 @@ def rollback(
 ) -> None:
     """Go back to the previous version. The one that is left is marked rejected."""
     choices = RollbackOptions()
-    _set_pause(choices, pause, cache, wait_timeout, after_wait, key)
+    set_pause(choices, pause, cache, wait_timeout, after_wait, key)
     _set_engines(choices, engine, order, max_unavailable)
     with connect(address, model) as client, _explain_interrupt(_GOES_ON):
         result = client.rollback(reason, **choices)

@@ -44,6 +44,7 @@ __all__ = [
     "list_versions",
     "made_key",
     "most_unavailable",
+    "pause_options",
     "pin_version",
     "rollback",
     "single_model",
@@ -106,7 +107,8 @@ def _choice(kind: type[enum.StrEnum], value: str, option: str) -> str:
     return f"{_PREFIXES[kind]}_{value}".upper()
 
 
-def _pause_options(options: PauseChoices) -> pb.PauseOptions:
+def pause_options(options: PauseChoices) -> pb.PauseOptions:
+    """Return how to pause, as a message carries it; what is not chosen is not set."""
     pause = pb.PauseOptions()
     if "pause" in options:
         pause.mode = pb.PauseMode.Value(_choice(types.PauseMode, options["pause"], "pause"))
@@ -182,7 +184,7 @@ def apply_version(
         model=model,
         version=whole_number("version", version),
         idempotency_key=made_key(options.get("idempotency_key")),
-        pause=_pause_options(options),
+        pause=pause_options(options),
         dry_run=flag("dry_run", options.get("dry_run") or False),
         clear_rejected=flag("clear_rejected", options.get("clear_rejected") or False),
     )
@@ -203,7 +205,7 @@ def rollback(
     request = pb.RollbackRequest(
         model=model,
         idempotency_key=made_key(options.get("idempotency_key")),
-        pause=_pause_options(options),
+        pause=pause_options(options),
         reason=text("reason", reason),
     )
     _choose_engines(request, options)

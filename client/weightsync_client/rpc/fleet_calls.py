@@ -8,7 +8,7 @@ from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import fleet_types as types
 from weightsync_client.errors import refuse
-from weightsync_client.rpc.calls import Call, made_key, most_unavailable
+from weightsync_client.rpc.calls import Call, made_key, most_unavailable, pause_options
 from weightsync_client.rpc.validate import seconds, text, whole_number
 
 if TYPE_CHECKING:
@@ -54,8 +54,11 @@ def fleet_status(model: str, timeouts: Timeouts) -> Call[types.FleetStatus]:
 
 def _chosen(options: FleetChoices) -> dict[str, Any]:
     """Return what an apply and a rollback of a fleet have in common."""
+    pause = pause_options(options)
     return {
         "idempotency_key": made_key(options.get("idempotency_key")),
+        # An older server refuses any: where nothing is chosen there is none.
+        "pause": pause if pause.ListFields() else None,
         "order": _order(options),
         "max_unavailable": most_unavailable(options.get("max_unavailable", 0)),
         "scope": pb.SCOPE_FLEET,

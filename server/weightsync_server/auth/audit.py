@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import inspect
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from weightsync_server.auth.caller import CALLER
 from weightsync_server.auth.roles import RULES, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Callable
 
     from weightsync_server.auth.caller import Caller, RejectedCall
     from weightsync_server.ops.metrics import Metrics
@@ -108,25 +110,32 @@ class Audit:
             if rule.changes and hasattr(servicer, name):
                 setattr(servicer, name, self._witnessed(path, getattr(servicer, name)))
 
-    def _witnessed(
-        self, path: str, method: Callable[[Any, Any], Awaitable[Any]]
-    ) -> Callable[[Any, Any], Awaitable[Any]]:
-        async def ask_first(request: Any, context: Any) -> Any:
-            caller = CALLER.get()
-            if (
-                caller is None
-                or caller.method != path
-                or not RULES[path].allows(caller.principal.roles)
-            ):
-                self._metrics.violate("authority")
-                raise WeightSyncError(
-                    Reason.PERMISSION_DENIED, "nobody answers for this call; report this fault"
-                )
-            caller.worked = True
-            self._calls.inc()
+    def _witnessed(self, path: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        async def answer(request: Any, context: Any) -> Any:
+            self._ask(path)
             return await method(request, context)
 
-        return ask_first
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            self._ask(path)
+            async with contextlib.aclosing(method(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return stream if inspect.isasyncgenfunction(method) else answer
+
+    def _ask(self, path: str) -> None:
+        caller = CALLER.get()
+        if (
+            caller is None
+            or caller.method != path
+            or not RULES[path].allows(caller.principal.roles)
+        ):
+            self._metrics.violate("authority")
+            raise WeightSyncError(
+                Reason.PERMISSION_DENIED, "nobody answers for this call; report this fault"
+            )
+        caller.worked = True
+        self._calls.inc()
 
 
 def _now() -> str:

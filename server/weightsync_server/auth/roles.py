@@ -108,7 +108,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_OURS}/PullWeights": Rule(_READ | _FOLLOW),
         f"{_OURS}/PinVersion": Rule(_ADMIN, changes=True),
         f"{_OURS}/DeleteVersion": Rule(_ADMIN, changes=True),
-        "/weightsync.node.v1.NodeService/Join": Rule(_MEMBER),
+        "/weightsync.node.v1.NodeService/Join": Rule(_MEMBER, changes=True),
         "/weightsync.node.v1.NodeService/ReadStaged": Rule(_MEMBER),
         # There only where the process was started with failpoints, and for this host only.
         "/weightsync.debug.v1.DebugService/SetFailpoints": Rule(_ADMIN),

@@ -178,6 +178,16 @@ class CommitService:
         self._disk.frees(erasing)
         await to_end(erasing)
 
+    async def catch_up(self) -> None:
+        """Take up what other servers have committed to the same store.
+
+        Raises:
+            WeightSyncError: The store cannot be used.
+        """
+        if not self._store.local:
+            async with self._epochs.lock:
+                await self._epochs.catch_up()
+
     async def collects(self) -> bool:
         """Return whether this server may delete versions: of several with one store, one may."""
         return await self._store.collects(self._table.name)

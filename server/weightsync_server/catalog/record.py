@@ -71,8 +71,9 @@ class VersionRecord:
         holds: Pushes of deltas that are based on it.
         awaited: Callers for whom it is being read, or who are about to get a lease.
         layout_check: Whether the engine was asked if it takes such tensors.
-        live_check: While it is live: whether its live parameters were compared as a whole.
-        live_check_ns: When they were, Unix time in nanoseconds.
+        live_check: While it is live: whether the live parameters of every engine that serves it
+            were compared as a whole.
+        live_check_ns: When they were, Unix time in nanoseconds; 0: they are to be.
     """
 
     model: str
@@ -180,12 +181,6 @@ class VersionRecord:
             idempotency_key=self.key,
             **(asdict(delta) if delta is not None else {}),
         )
-
-    def check(self, outcome: pb.LiveCheck.ValueType) -> None:
-        """Take note of whether the live parameters were compared as a whole, now."""
-        self.live_check = outcome
-        # While a comparison is pending there is the time of none.
-        self.live_check_ns = 0 if outcome == pb.LIVE_CHECK_PENDING else clock.wall_ns()
 
     def missing_text(self) -> str:
         """Tell what has not arrived; empty when nothing is known of it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weightsync import clock
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["EngineServing", "ServingHistory", "ServingState"]
 
 _KEPT = 64
+_WORST_FIRST = (
+    pb.LIVE_CHECK_FAILED,
+    pb.LIVE_CHECK_PENDING,
+    pb.LIVE_CHECK_UNSPECIFIED,
+    pb.LIVE_CHECK_PASSED,
+)
 
 
 class ServingHistory:
@@ -43,6 +51,21 @@ class ServingHistory:
         return next((v for v in reversed(self._versions) if v != live and good(v)), 0)
 
 
+@dataclass(frozen=True)
+class LiveComparison:
+    """What is known of all live parameters of an engine, which hold a version or do not.
+
+    Attributes:
+        version: That version; 0: none.
+        outcome: Whether they were compared.
+        at_ns: When they were, Unix time in nanoseconds; 0: they were not.
+    """
+
+    version: int = 0
+    outcome: pb.LiveCheck.ValueType = pb.LIVE_CHECK_PENDING
+    at_ns: int = 0
+
+
 class EngineServing:
     """What one engine serves, and served before. Changed on the event loop only.
 
@@ -50,6 +73,7 @@ class EngineServing:
         name: Of the engine.
         table: The versions of the model.
         on_change: Called with the version that was live until now, and the one that is; 0: none.
+        on_compared: Called with a version that its live parameters were compared with.
 
     Attributes:
         name: Of the engine.
@@ -57,12 +81,18 @@ class EngineServing:
     """
 
     def __init__(
-        self, name: str, table: VersionTable, on_change: Callable[[int, int], None]
+        self,
+        name: str,
+        table: VersionTable,
+        on_change: Callable[[int, int], None],
+        on_compared: Callable[[int], None],
     ) -> None:
         self.name = name
         self.live = 0
         self._table = table
         self._on_change = on_change
+        self._on_compared = on_compared
+        self._comparison = LiveComparison()
         self._history = ServingHistory()
 
     @property
@@ -88,6 +118,18 @@ class EngineServing:
         self.live = version
         self._on_change(before, version)
 
+    def set_live_check(self, version: int, check: pb.LiveCheck.ValueType) -> None:
+        """Take note of whether all live parameters were compared with a version."""
+        at_ns = 0 if check == pb.LIVE_CHECK_PENDING else clock.wall_ns()
+        self._comparison = LiveComparison(version, check, at_ns)
+        self._on_compared(version)
+
+    @property
+    def comparison(self) -> LiveComparison:
+        """What is known of them and of the live version."""
+        known = self._comparison
+        return known if known.version == self.live else LiveComparison(self.live)
+
 
 class ServingState:
     """What the engines of one model serve, and what they may. Changed on the event loop only.
@@ -109,7 +151,7 @@ class ServingState:
     def engine(self, name: str) -> EngineServing:
         """Return what one engine serves; nothing, if it is not known yet."""
         if name not in self._engines:
-            self._engines[name] = EngineServing(name, self._table, self._changed)
+            self._engines[name] = EngineServing(name, self._table, self._changed, self._compared)
         return self._engines[name]
 
     def forget(self, name: str) -> None:
@@ -143,16 +185,24 @@ class ServingState:
         for record in (left, self._table.find(live)):
             if record is not None:
                 record.served = record.served or record.version == live
+                self._compare(record)
                 self._settle(record)
         if left is not None and not self.is_live(before):
             self.on_replaced(left)
         self._table.wake()
 
-    def set_live_check(self, version: int, check: pb.LiveCheck.ValueType) -> None:
-        """Take note of whether the live parameters of a version were compared as a whole."""
+    def _compared(self, version: int) -> None:
         if (record := self._table.find(version)) is not None:
-            record.check(check)
+            self._compare(record)
             self._table.publish(record)
+
+    def _compare(self, record: VersionRecord) -> None:
+        """Put what the engines that serve a version know of their parameters into its record."""
+        known = [one.comparison for one in self._engines.values() if one.live == record.version]
+        if known:
+            # Of several engines the one of which the worst is known, and the oldest such news.
+            worst = min(known, key=lambda one: (_WORST_FIRST.index(one.outcome), one.at_ns))
+            record.live_check, record.live_check_ns = worst.outcome, worst.at_ns
 
     async def pin(self, version: int, *, pinned: bool) -> VersionRecord:
         """Keep a version from being collected and evicted, or allow it again; persisted."""

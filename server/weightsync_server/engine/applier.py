@@ -316,7 +316,9 @@ class Applier:
         between = any(one.plan.spec.mode == BETWEEN_STEPS for one in plans)
         if group.whole and not between:
             return await switch_together(plans, self._engines.host_journal)
-        return {one.member.name: await one.make_live() for one in plans}
+        # One engine at most, which others that are away are to follow.
+        own = [MemberPlan(one.member, replace(one.plan, for_host=group.whole)) for one in plans]
+        return {one.member.name: await one.make_live() for one in own}
 
     async def _done(
         self, group: EngineGroup, plans: Sequence[MemberPlan], answer: idempotency.Answer

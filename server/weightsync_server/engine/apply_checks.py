@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from weightsync_server.engine.engine_group import EngineGroup, GroupMember
     from weightsync_server.engine.idempotency import Request
 
-__all__ = ["check_order", "check_prepare_timeout", "check_ways"]
+__all__ = [
+    "check_members",
+    "check_order",
+    "check_prepare_timeout",
+    "check_rolling_slots",
+    "check_ways",
+]
 
 _MAX_PREPARE_S = 3600
 #: Slots that a rolling apply needs: what is left stays staged for those that must go back.
@@ -42,7 +48,13 @@ def check_order(request: Request, slots: int) -> None:
             Reason.REQUEST_INVALID,
             "max_unavailable goes with order ROLLING; leave it out, or set the order",
         )
-    if rolling and slots < _ROLLING_SLOTS:
+    if rolling:
+        check_rolling_slots(slots)
+
+
+def check_rolling_slots(slots: int) -> None:
+    """Refuse to go from engine to engine where memory does not hold the way back."""
+    if slots < _ROLLING_SLOTS:
         raise WeightSyncError(
             Reason.NO_SLOT,
             f"a rolling apply needs {_ROLLING_SLOTS} slots, for what is left stays staged, and "
@@ -58,16 +70,28 @@ def check_ways(
 ) -> None:
     """Refuse what the engines that are taken cannot do in this way."""
     rolling = request.order == pb.ENGINE_ORDER_ROLLING
-    for one in members:
-        check_capable(one.session, spec)
-        if group.whole and not rolling and spec.mode != BETWEEN_STEPS:
-            _check_fences(one)
+    fences = group.whole and not rolling and spec.mode != BETWEEN_STEPS
+    check_members(members, spec, fences=fences)
     if spec.mode == BETWEEN_STEPS and len(members) > 1 and not rolling:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
             "engines that change between two steps cannot wait for each other; use order "
             "ROLLING, or another pause mode",
         )
+
+
+def check_members(members: Sequence[GroupMember], spec: PauseSpec, *, fences: bool) -> None:
+    """Refuse a way to pause that an engine does not know.
+
+    Args:
+        members: The engines.
+        spec: How they would pause.
+        fences: Whether each must be fenced where its pause runs out before others have decided.
+    """
+    for one in members:
+        check_capable(one.session, spec)
+        if fences:
+            _check_fences(one)
 
 
 def _check_fences(member: GroupMember) -> None:

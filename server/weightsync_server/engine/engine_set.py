@@ -60,6 +60,7 @@ class EngineSet:
         self._own = own
         self._appliers: dict[str, EngineApplier] = {}
         self._found: set[str] = set()
+        self._passed_over: set[str] = set()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -147,10 +148,9 @@ class EngineSet:
         if self._folder is None or self._make is None:
             return
         with translate_os_errors("looking for engines"):
-            sockets = {
-                engine_name(path): path
-                for path in await asyncio.to_thread(_sockets, self._folder, self._own)
-            }
+            found = await asyncio.to_thread(_sockets, self._folder, self._own)
+        sockets = {engine_name(path): path for path in found if NAME.fullmatch(engine_name(path))}
+        self._warn({str(path) for path in found} - {str(path) for path in sockets.values()})
         for name in sorted(sockets.keys() - self._appliers.keys()):
             logger.info("engine %s appears", name)
             applier = self._make(sockets[name])
@@ -161,6 +161,17 @@ class EngineSet:
             logger.info("engine %s is gone", name)
             # An apply that has it ends first; one that comes back under its name waits for that.
             self._leaving[name] = asyncio.create_task(self._leave(name), name=f"leave {name}")
+
+    def _warn(self, passed_over: set[str]) -> None:
+        """Name sockets that are no engine's, each once while it is there."""
+        for path in sorted(passed_over - self._passed_over):
+            logger.warning(
+                "%r is taken for no engine; name it with 1 to 64 letters, digits and . _ - before "
+                "%s, unlike the others",
+                path,
+                SUFFIX,
+            )
+        self._passed_over = passed_over
 
     async def _leave(self, name: str) -> None:
         try:
@@ -173,5 +184,5 @@ class EngineSet:
 
 
 def _sockets(folder: Path, own: frozenset[Path]) -> list[Path]:
-    found = (path.resolve() for path in folder.glob(f"*{SUFFIX}") if path.is_socket())
-    return [path for path in found if path not in own and NAME.fullmatch(engine_name(path))]
+    found = {path.resolve() for path in folder.glob(f"*{SUFFIX}") if path.is_socket()}
+    return sorted(found - own)

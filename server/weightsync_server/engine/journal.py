@@ -150,6 +150,9 @@ class Journal:
             current: What every rank holds, which is just that.
             answer: For its caller, when he repeats the call.
         """
+        if intent.bases:
+            # Those that were away are to come to it as well.
+            intent = replace(intent, engine=HOST, bases={})
         with disk_errors_logged():
             await self._end(intent, current, answer)
 
@@ -181,7 +184,10 @@ class Journal:
     def _intent(self, plan: CutoverPlan) -> Entry:
         target, base = plan.target, plan.base.record.version
         version = target.record.version
-        return Entry("INTENT", target.apply_id, version, base, plan.cause, engine=self.engine)
+        bases = {self.engine: base} if plan.for_host else {}
+        return Entry(
+            "INTENT", target.apply_id, version, base, plan.cause, engine=self.engine, bases=bases
+        )
 
 
 def live_in_store(file: JournalFile) -> frozenset[int]:

@@ -64,7 +64,8 @@ class Entry:
             none that lasts.
         engine: Its name; `HOST`: those that go together; empty: the one of an earlier release.
         bases: For `HOST`, before a decision and where all went back: what engines served, by name.
-            The record is of no other engine then.
+            The record is of no other engine then. For the INTENT of one engine: what that served,
+            where its end is one for all engines of this host.
     """
 
     event: str

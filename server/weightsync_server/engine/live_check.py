@@ -18,7 +18,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from weightsync_server.catalog.serving import ServingState
+    from weightsync_server.catalog.serving import EngineServing
     from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import Report
@@ -43,7 +43,7 @@ class LiveChecks:
     Every method that asks the ranks is called by who has the engine for itself.
 
     Args:
-        serving: Where the outcome is shown.
+        served: Of the engine; where the outcome is shown.
         metrics: Where it is counted.
         shown: Where it is shown.
         on_failure: Called with a sentence when parameters do not hold the live version.
@@ -52,13 +52,13 @@ class LiveChecks:
 
     def __init__(
         self,
-        serving: ServingState,
+        served: EngineServing,
         metrics: Metrics,
         shown: EngineMetrics,
         on_failure: Callable[[str], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._serving = serving
+        self._served = served
         self._metrics = metrics
         self._shown = shown
         self._on_failure = on_failure
@@ -82,7 +82,7 @@ class LiveChecks:
     def passed(self, current: PreparedVersion) -> None:
         """Take note that every parameter of every rank was compared and holds a version."""
         self._pending = None
-        self._serving.set_live_check(current.record.version, pb.LIVE_CHECK_PASSED)
+        self._served.set_live_check(current.record.version, pb.LIVE_CHECK_PASSED)
         self._shown.set_live_checked()
 
     def owe(self, current: PreparedVersion) -> None:
@@ -90,7 +90,7 @@ class LiveChecks:
         since = self._pending[1] if self._pending else clock.monotonic()
         self._pending = current, since
         self._not_before = 0.0
-        self._serving.set_live_check(current.record.version, pb.LIVE_CHECK_PENDING)
+        self._served.set_live_check(current.record.version, pb.LIVE_CHECK_PENDING)
 
     async def begin(self, session: EngineSession) -> None:
         """Let the ranks compare, if that is owed; returns as soon as they have begun."""
@@ -151,7 +151,7 @@ class LiveChecks:
     def _fail(self, version: int, names: Sequence[str]) -> None:
         logger.critical("live parameters do not hold version %d: %s", version, ", ".join(names))
         self._pending = None
-        self._serving.set_live_check(version, pb.LIVE_CHECK_FAILED)
+        self._served.set_live_check(version, pb.LIVE_CHECK_FAILED)
         self._metrics.violate("never_mixed")
         self._on_failure("live parameters do not hold the version; it is placed again")
 

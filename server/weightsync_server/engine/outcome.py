@@ -108,12 +108,14 @@ class CutoverPlan:
         base: What every rank holds.
         spec: How to pause.
         cause: Who asked.
+        for_host: Whether what becomes of it alone counts for every engine of this host.
     """
 
     target: PreparedVersion
     base: PreparedVersion
     spec: PauseSpec
     cause: Cause
+    for_host: bool = False
 
 
 @dataclass

@@ -117,15 +117,33 @@ class Ranks:
             for rank, r in zip(self.names, replies, strict=True)
         ]
 
+    async def stage(self, document: str, content_digest: str, timeout_s: float) -> None:
+        """Return when every node of the engine has what a call in a pause will read.
+
+        Args:
+            document: Of the version.
+            content_digest: Of the version; "": what its document tells.
+            timeout_s: Longest wait, seconds.
+
+        Raises:
+            WeightSyncError: As `EngineNodes.have`.
+        """
+        if self._nodes is not None:
+            args = {"document": document, "content_digest": content_digest}
+            await self._nodes.have(args, timeout_s)
+
     async def capture(self, document: str, timeout_s: float) -> tuple[str, str]:
-        """Build the load plan for a layout; the engine must be paused.
+        """Build the load plan for a layout; the engine must be paused, and `stage` be done before.
 
         Returns the names of the tensors that no rank loads, for `prepare`, and why the versions of
         this engine must be loaded: a rank has no plan of its own checkpoint; "": each has one.
 
         Raises:
-            WeightSyncError: ENGINE_REFUSED with the rank's reason.
+            WeightSyncError: ENGINE_REFUSED with the rank's reason. SERVER_AWAY: a node has lost
+                what it had staged, and the pause does not wait for it.
         """
+        if self._nodes is not None:
+            self._nodes.check_staged(document)
         args = {"document": document}
         replies = await self._done("weightsync_capture", args, timeout_s, _STUCK)
         why = next((str(r.get("why")) for r in replies if r.get("transform") == "twin"), "")

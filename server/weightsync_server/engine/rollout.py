@@ -161,9 +161,8 @@ async def roll_out(
         failed = [one for one in wave if one.member.error is not None]
         if failed:
             await drop(plans[start + max_unavailable :])
-            errors = _errors(named, outcomes)
             went = [*plans[:start], *(one for one in wave if one not in failed)]
-            raise await _put_back(went, failed, _failure(errors), journal)
+            raise await _put_back(went, failed, _first_failure(named, outcomes), journal)
         reports |= zip(named, _reports(outcomes), strict=True)
     return reports
 
@@ -218,6 +217,17 @@ async def _live_again(one: MemberPlan) -> None:
         apply_id=secrets.token_hex(8),
     )
     await _live_alone(MemberPlan(member, CutoverPlan(target, plan.target, plan.spec, Cause())))
+
+
+def _first_failure(
+    names: Sequence[str], outcomes: Sequence[pb.ApplyReport | BaseException]
+) -> WeightSyncError:
+    """Return one error for all; what nobody foresaw is one of the server."""
+    try:
+        return _failure(_errors(names, outcomes))
+    except Exception:
+        logger.exception("engines that went before are put back")
+        return WeightSyncError(Reason.FAULT, "a fault in the server; its log tells why")
 
 
 def _errors(

@@ -183,7 +183,7 @@ class EngineSession:
             if need == "needs_load" and self.loads is not None:
                 self.loads.forget()
             elif self.loads is None:
-                unloaded = await self._capture(lease.staged_id, timeout_s)
+                unloaded = await self._capture(lease, timeout_s)
         # Who needs a capture has nothing to say of what another one refused.
         for report in sorted(reports, key=lambda report: report.phase == "needs_capture"):
             if report.phase != "ready":
@@ -237,7 +237,10 @@ class EngineSession:
             return Presence.LEFT
         return Presence.ASLEEP if health.sleeping else Presence.HERE
 
-    async def _capture(self, document: str, timeout_s: float) -> str:
+    async def _capture(self, lease: SlotLease, timeout_s: float) -> str:
+        document = lease.staged_id
+        # A node that came back meanwhile has nothing, and a pause is no time for a transfer.
+        await self.ranks.stage(document, lease.record.content_digest, timeout_s)
         health = await self.engine.health()
         if health.state in (EngineState.UNRECONCILED, EngineState.FENCED, EngineState.PAUSED):
             return await self._captured(document, timeout_s)

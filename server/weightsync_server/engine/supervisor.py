@@ -91,7 +91,7 @@ class EngineSupervisor:
         self._condition = EngineCondition(self._shown, on_change)
         self._wake = asyncio.Event()
         self.checks = LiveChecks(
-            model.serving, host.metrics, self._shown, self.suspect, self._wake.set
+            self.served, host.metrics, self._shown, self.suspect, self._wake.set
         )
         self.quarantine = QuarantinedLeases()
         self.prefetcher = Prefetcher(self._wake.set)

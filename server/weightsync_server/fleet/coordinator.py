@@ -32,6 +32,7 @@ from weightsync_server.fleet.fleet_records import decode_member, encode_plan, en
 from weightsync_server.fleet.history_compaction import compact
 from weightsync_server.fleet.plan_checks import (
     check_new,
+    check_pause,
     planned_with,
     previous_of,
     rollback_target,
@@ -40,6 +41,7 @@ from weightsync_server.fleet.plan_checks import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from weightsync.engine import PauseSpec
     from weightsync_server.fleet.coordinator_steps import Reports
     from weightsync_server.fleet.fleet_history import Apply, History
     from weightsync_server.fleet.fleet_limits import FleetLimits
@@ -134,7 +136,12 @@ class Coordinator:
         self._reader = HistoryReader(register)
 
     async def apply(
-        self, target: FleetVersion, kind: Kind, max_unavailable: int = 1, key: str = ""
+        self,
+        target: FleetVersion,
+        kind: Kind,
+        max_unavailable: int = 1,
+        key: str = "",
+        pause: PauseSpec | None = None,
     ) -> Outcome:
         """Have every member serve a version, or none; returns when that is decided and done.
 
@@ -143,30 +150,41 @@ class Coordinator:
             kind: Barrier or rolling.
             max_unavailable: How many members a wave of a rolling apply has.
             key: Idempotency key: an apply that was planned with it is joined; "": none.
+            pause: How members pause; None: nobody chooses.
 
         Raises:
             WeightSyncError: APPLY_BUSY: another one runs. VERSION_REJECTED, VERSION_CONFLICT,
                 VERSION_BELOW_LIVE, NO_ROLLBACK, REQUEST_INVALID. SERVER_AWAY: nobody is there.
                 DEADLINE_EXCEEDED: the register does not answer, and nothing was planned.
         """
+        check_pause(kind, pause, self._limits.undecided_s)
         if earlier := planned_with(await self._reader.read(), key, target):
             return await self.drive(earlier)
         history = await self._free()
         await check_new(self._register, history, target)
-        return await self._plan_and_drive(history, target, kind, max_unavailable, key=key)
+        return await self._plan_and_drive(
+            history, target, kind, max_unavailable, key=key, pause=pause
+        )
 
-    async def rollback(self, kind: Kind, max_unavailable: int = 1, key: str = "") -> Outcome:
+    async def rollback(
+        self,
+        kind: Kind,
+        max_unavailable: int = 1,
+        key: str = "",
+        pause: PauseSpec | None = None,
+    ) -> Outcome:
         """Go back to the version of the COMMIT before, and reject the content that is left.
 
         Raises:
             WeightSyncError: NO_ROLLBACK, and as `apply`.
         """
+        check_pause(kind, pause, self._limits.undecided_s)
         if earlier := planned_with(await self._reader.read(), key, None):
             return await self.drive(earlier)
         history = await self._free()
         target, left = await rollback_target(self._register, history)
         return await self._plan_and_drive(
-            history, target, kind, max_unavailable, rejects=left.digest, key=key
+            history, target, kind, max_unavailable, rejects=left.digest, key=key, pause=pause
         )
 
     async def drive(self, number: int) -> Outcome:
@@ -221,6 +239,7 @@ class Coordinator:
         *,
         rejects: str = "",
         key: str = "",
+        pause: PauseSpec | None = None,
     ) -> Outcome:
         present = await self._present()
         waves = divide(present, kind, size)
@@ -230,7 +249,7 @@ class Coordinator:
                 "no member is in the fleet's register; start them with --fleet and this register",
             )
         plan = FleetPlan(
-            number=(history.newest.plan.number if history.newest else 0) + 1,
+            number=history.number + 1,
             nonce=secrets.token_hex(8),
             kind=kind,
             target=target,
@@ -239,6 +258,7 @@ class Coordinator:
             decisions=len(waves) + (kind is Kind.ROLLING),
             rejects=rejects,
             key=key,
+            pause=pause,
         )
         lease, ttl_s = coordinator_key(plan.nonce), self._limits.member_ttl_s
         membership = await self._register.member(lease, self._name.encode(), ttl_s)

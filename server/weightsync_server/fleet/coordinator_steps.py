@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weightsync.errors import WeightSyncError
 from weightsync_server.fleet.fleet_keys import reports_prefix
 from weightsync_server.fleet.fleet_plan import ApplyPhase, Kind, MemberReport, Verdict
 from weightsync_server.fleet.fleet_records import decode_report
@@ -62,19 +63,20 @@ Order = Decide | OrderPause
 
 
 def parse_reports(number: int, keys: Mapping[str, bytes]) -> Reports:
-    """Return the reports on an apply.
+    """Return the reports on an apply; one that cannot be read says that nothing was done.
 
     Args:
         number: Of the apply.
         keys: Those below `reports_prefix(number)`, with values.
-
-    Raises:
-        WeightSyncError: As `decode_report`.
     """
     found: dict[ApplyPhase, dict[str, MemberReport]] = {}
     for key, value in keys.items():
         phase, _, name = key.removeprefix(reports_prefix(number)).partition("/")
-        found.setdefault(ApplyPhase(phase), {})[name] = decode_report(value)
+        try:
+            report = decode_report(value)
+        except WeightSyncError as error:
+            report = MemberReport(ok=False, reason=error.message)
+        found.setdefault(ApplyPhase(phase), {})[name] = report
     return Reports(found)
 
 

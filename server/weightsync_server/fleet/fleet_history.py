@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,24 +52,37 @@ class Apply:
 class History:
     """All applies that count, oldest first.
 
+    One that cannot be read, as of a newer release, counts for nothing once it is decided against.
+
     Attributes:
-        applies: They.
-        unreadable: Why the newest one cannot be read; "": it can.
+        applies: Those that can be read.
+        unreadable: Why the newest one cannot be; "": it can.
         unreadable_number: Its number.
+        unreadable_commits: A part of it is committed.
         floor: Number of the first apply that counts.
         rejected: Digests that nobody applies.
+        hidden: Numbers of commits before the newest apply that cannot be read.
+        highest: The highest number of any plan.
     """
 
     applies: tuple[Apply, ...] = ()
     unreadable: str = ""
     unreadable_number: int = 0
+    unreadable_commits: bool = False
     floor: int = 0
     rejected: frozenset[str] = frozenset()
+    hidden: tuple[int, ...] = ()
+    highest: int = 0
 
     @property
     def newest(self) -> Apply | None:
         """The last one."""
         return self.applies[-1] if self.applies else None
+
+    @property
+    def number(self) -> int:
+        """The highest number of an apply; 0: there was none."""
+        return max(self.highest, self.newest.plan.number if self.newest else 0)
 
     @property
     def running(self) -> Apply | None:
@@ -84,9 +98,12 @@ class History:
     @property
     def target(self) -> FleetVersion | None:
         """What every member that is in no running apply is to serve; None: what it has."""
-        if self.commits:
-            return self.commits[-1].plan.target
-        return self.newest.plan.previous if self.newest else None
+        newest = self.newest
+        if newest is None:
+            return None
+        # Not of the last commit that can be read: there may be one after it that cannot.
+        committed = newest.outcome is Verdict.COMMIT
+        return newest.plan.target if committed else newest.plan.previous
 
     @property
     def rejects(self) -> frozenset[str]:
@@ -102,11 +119,27 @@ class History:
         Args:
             live: What it serves.
         """
-        newest = self.newest
-        if newest and newest.plan.kind is Kind.ROLLING and live == newest.plan.target:
-            return ()  # ahead: of a wave that goes on or goes back
+        if self._is_ahead(live):
+            return ()
         followed = [at for at, one in enumerate(self.commits, 1) if one.plan.target == live]
         return self.commits[followed[-1] if followed else 0 :]
+
+    def hides_missed(self, live: FleetVersion | None) -> bool:
+        """Return whether a commit that a member has not followed cannot be read.
+
+        Args:
+            live: What it serves.
+        """
+        numbers = [one.plan.number for one in self.commits if one.plan.target == live]
+        followed = max(numbers, default=0)
+        return not self._is_ahead(live) and any(number > followed for number in self.hidden)
+
+    def _is_ahead(self, live: FleetVersion | None) -> bool:
+        """Return whether it is what a wave has that goes on or goes back."""
+        newest = self.newest
+        if newest is None or newest.plan.kind is Kind.BARRIER:
+            return False
+        return live == newest.plan.target
 
 
 def parse_history(keys: Mapping[str, bytes], roster: Mapping[str, bytes] | None) -> History:
@@ -124,16 +157,34 @@ def parse_history(keys: Mapping[str, bytes], roster: Mapping[str, bytes] | None)
             found.setdefault(int(name), {})[rest] = keys[key]
     rejected = frozenset(key[len(REJECTED) :] for key in keys if key.startswith(REJECTED))
     planned = [(number, parts) for number, parts in sorted(found.items()) if "plan" in parts]
-    applies = []
-    for number, parts in planned:
-        is_newest = number == planned[-1][0]
+    applies: dict[int, Apply] = {}
+    hidden: dict[int, str] = {}
+
+    def read(number: int, parts: Mapping[str, bytes], roster: Mapping[str, bytes] | None) -> None:
         try:
-            applies.append(_apply(parts, roster if is_newest else None))
+            applies[number] = _apply(parts, roster)
         except WeightSyncError as error:
-            # An old one that cannot be read was followed or missed; the newest one matters.
-            if is_newest:
-                return History(tuple(applies), error.message, number, floor, rejected)
-    return History(tuple(applies), floor=floor, rejected=rejected)
+            applies.pop(number, None)
+            if Verdict.ABORT not in _verdicts(parts):
+                hidden[number] = error.message
+
+    for number, parts in planned:
+        read(number, parts, None)
+    newest, highest = max(applies, default=0), max((number for number, _ in planned), default=0)
+    if roster is not None and newest:
+        read(newest, found[newest], roster)
+    last = max(hidden, default=0)
+    unreadable = hidden.pop(last) if last > max(applies, default=0) else ""
+    return History(
+        tuple(applies.values()),
+        unreadable,
+        last if unreadable else 0,
+        bool(unreadable and _verdicts(found[last])),
+        floor,
+        rejected,
+        tuple(hidden),
+        highest,
+    )
 
 
 class HistoryReader:
@@ -153,10 +204,8 @@ class HistoryReader:
         Raises:
             WeightSyncError: As `Register.list`.
         """
-        keys = await self._register.list(APPLIES)
-        # Afterwards: what somebody creates anew below a floor is seen only with that floor.
-        keys |= await self._register.list(FLOORS)
-        keys |= await self._register.list(REJECTED)
+        # Floors afterwards: what somebody creates anew below one is seen only with it.
+        keys = await self._register.list_each((APPLIES, FLOORS, REJECTED))
         bare = parse_history(keys, None)
         newest = bare.newest
         if newest is None or bare.unreadable:
@@ -165,6 +214,16 @@ class HistoryReader:
         if self._roster[0] != nonce:
             self._roster = nonce, await self._register.list(roster_prefix(nonce))
         return parse_history(keys, self._roster[1])
+
+
+def _verdicts(parts: Mapping[str, bytes]) -> set[Verdict]:
+    """Return what is decided on an apply, whatever else of it cannot be read."""
+    found = set()
+    for key in parts:
+        with contextlib.suppress(WeightSyncError):
+            if key.startswith("decisions/"):
+                found.add(decode_verdict(parts[key])[0])
+    return found
 
 
 def _apply(parts: Mapping[str, bytes], roster: Mapping[str, bytes] | None) -> Apply:

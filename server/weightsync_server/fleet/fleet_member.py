@@ -84,7 +84,7 @@ class FleetMember:
         if journal.stopped_in or self._state.live is None:
             self._state = replace(self._state, mode=Mode.FENCED)
         self.view = MemberView(register, name, journal, limits)
-        self._preparing: tuple[FleetVersion, asyncio.Task[None]] | None = None
+        self._preparing: tuple[Prepare, asyncio.Task[None]] | None = None
         self._paused_at = 0.0
         self._failed_in = (0, 0.0)
         self._announced = b""
@@ -103,6 +103,7 @@ class FleetMember:
             failed=state.failed if recent else None,
             said=view.said,
             alone=view.alone,
+            displaced=view.displaced,
             undecided=now >= self._paused_at + self._limits.undecided_s,
             stale=max_age_s > 0 and now >= view.read_at + max_age_s,
         )
@@ -119,7 +120,7 @@ class FleetMember:
                 group.create_task(self._read(), name="fleet reader")
                 await self._follow()
         finally:
-            self._drop_preparing()
+            await self._drop_preparing()
             with contextlib.suppress(WeightSyncError):
                 await self.view.close()
 
@@ -129,7 +130,7 @@ class FleetMember:
         while True:
             self.view.changed.clear()
             step = next_step(self.state, self.view.history, self._limits.max_skew)
-            if isinstance(step, Wait) or self._is_preparing(step):
+            if isinstance(step, Wait) or await self._is_preparing(step):
                 await self._wait()
             else:
                 await self._try(step)
@@ -148,8 +149,9 @@ class FleetMember:
         reading.result()
 
     async def _announce(self) -> bool:
-        value = encode_member(self.host.live(), self._state.mode, self._address)
-        if value == self._announced:
+        live, mode = self.host.live(), self._state.mode
+        value = encode_member(live, mode, self._address, self.view.boot)
+        if value == self._announced or self.view.displaced:
             return True
         try:
             await self.view.announce(value)
@@ -194,8 +196,9 @@ class FleetMember:
 
     async def _do(self, step: Step) -> None:
         match step:
-            case Prepare(target):
-                self._begin_preparing(target)
+            case Prepare():
+                task = asyncio.create_task(self._prepare(step))
+                self._preparing = step, task
             case Say(number, phase, report):
                 key = report_key(number, phase, self._state.name)
                 await self._create(key, encode_report(report))
@@ -237,34 +240,32 @@ class FleetMember:
                 Reason.DEADLINE_EXCEEDED, "the fleet's register did not answer; it is asked again"
             ) from None
 
-    def _is_preparing(self, step: Step) -> bool:
+    async def _is_preparing(self, step: Step) -> bool:
         if self._preparing is None:
             return False
-        if isinstance(step, Prepare) and step.target == self._preparing[0]:
+        if step == self._preparing[0]:
             return True
         if not isinstance(step, (Say, Abort)):
             # What it prepares is not wanted any more.
-            self._drop_preparing()
+            await self._drop_preparing()
         return False
 
-    def _begin_preparing(self, target: FleetVersion) -> None:
-        self._drop_preparing()
-        task = asyncio.create_task(self._prepare(target), name=f"prepare {target.number}")
-        self._preparing = target, task
-
-    def _drop_preparing(self) -> None:
+    async def _drop_preparing(self) -> None:
+        """Return when the host prepares nothing: it is asked for one thing at a time."""
         if self._preparing is not None:
             self._preparing[1].cancel()
+            await asyncio.wait({self._preparing[1]})
+            # One that was cancelled before it began has not said so.
             self._preparing = None
 
-    async def _prepare(self, target: FleetVersion) -> None:
+    async def _prepare(self, step: Prepare) -> None:
         try:
             await failpoints.reach("fleet.prepare")
-            await self.host.prepare(target)
+            await self.host.prepare(step.target, step.pause)
         except (WeightSyncError, OSError) as error:
-            self._fail(target, error)
+            self._fail(step.target, error)
         else:
-            self._state = replace(self._state, prepared=target, failed=None)
+            self._state = replace(self._state, prepared=step, failed=None)
         finally:
             self._preparing = None
             self.view.changed.set()

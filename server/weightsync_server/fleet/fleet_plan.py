@@ -11,6 +11,8 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from weightsync.engine import PauseSpec
+
 __all__ = ["ApplyPhase", "FleetPlan", "FleetVersion", "Kind", "MemberReport", "Verdict", "divide"]
 
 
@@ -69,6 +71,8 @@ class FleetPlan:
             its last wave is judged.
         rejects: Content digest of a version that nobody may apply after the COMMIT; "": none.
         key: Idempotency key of the call that wanted it; "": it had none.
+        pause: How members pause; None: as where nobody chooses. Those that go back, or come late,
+            always pause so.
     """
 
     number: int
@@ -80,6 +84,7 @@ class FleetPlan:
     decisions: int
     rejects: str = ""
     key: str = ""
+    pause: PauseSpec | None = None
 
     @property
     def members(self) -> frozenset[str]:

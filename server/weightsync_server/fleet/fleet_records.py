@@ -1,25 +1,31 @@
 """How records of a fleet are written: JSON with a format number, below 4 KB.
 
-A format that a release does not know is refused with `NOT_SUPPORTED`, so that a member of an older
-release reports that it is not ready, and takes part in nothing it does not understand.
+A record is written in the oldest format that says what it means, so that members of this release
+and of the one before are one fleet. What a release cannot read it refuses with `NOT_SUPPORTED`: its
+member reports that it is not ready, and takes part in nothing that it does not understand. Keys and
+decisions, and what these mean, are the same in every format.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
+from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fleet.fleet_plan import FleetPlan, FleetVersion, Kind, MemberReport, Verdict
 from weightsync_server.register.register import MAX_VALUE_BYTES
 from weightsync_server.store.documents import decode_document, encode_document
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "FORMAT",
+    "OLDEST_FORMAT",
     "check_member",
+    "decode_boot",
     "decode_member",
     "decode_plan",
     "decode_report",
@@ -31,8 +37,12 @@ __all__ = [
     "encode_verdict",
 ]
 
-#: Rises when an older release would misread a record.
-FORMAT = 1
+#: What this release reads. The newest rises when an older release would misread a record: 2 says
+#: how members pause. The oldest rises once the release before this one writes none of it.
+OLDEST_FORMAT, FORMAT = 1, 2
+_CHOSEN_PAUSE = 2
+#: How an engine can be asked to pause.
+_PAUSES = ("keep", "wait", "abort", "between_steps")
 #: Of a roster's part, so that names and frame stay below what a register takes.
 _NAMES_BYTES = MAX_VALUE_BYTES - 512
 #: A reason is cut there, in characters of up to 4 bytes, which JSON may double.
@@ -73,8 +83,13 @@ def encode_roster(waves: Iterable[Sequence[str]]) -> list[bytes]:
 
 def encode_plan(plan: FleetPlan, parts: int) -> bytes:
     """Return a plan without its roster, which is there before it."""
-    previous = plan.previous
+    previous, pause = plan.previous, plan.pause
+    chosen: dict[str, Any] = {}
+    if pause is not None:
+        spec = [pause.mode, pause.clear_cache, pause.wait_timeout_s, pause.after_wait]
+        chosen = {"format": _CHOSEN_PAUSE, "pause": spec}
     return _encode(
+        **chosen,
         number=plan.number,
         nonce=plan.nonce,
         kind=plan.kind.value,
@@ -97,29 +112,22 @@ def decode_plan(data: bytes, roster: Mapping[str, bytes] | None = None) -> Fleet
     Raises:
         WeightSyncError: NOT_SUPPORTED: another format. DATA_CORRUPT: damaged, or parts are missing.
     """
-    record = _decode(data, "plan")
-    waves: list[list[str]] = []
-    if roster is not None:
-        for part in roster.values():
-            found = _decode(part, "roster")
-            if found["continues"]:
-                waves[-1] += found["waves"].pop(0)
-            waves += found["waves"]
-        if len(roster) != record["parts"]:
-            raise _damaged("roster")
-    previous = record["previous"]
-    return FleetPlan(
-        number=int(record["number"]),
-        nonce=str(record["nonce"]),
-        kind=Kind(record["kind"]),
-        target=FleetVersion(*record["target"]),
-        previous=FleetVersion(*previous) if previous else None,
-        waves=tuple(tuple(wave) for wave in waves),
-        decisions=int(record["decisions"]),
-        rejects=str(record["rejects"]),
-        # Older releases write none.
-        key=str(record.get("key", "")),
-    )
+    with _decoded(data, "plan") as record:
+        waves = _waves(roster, int(record["parts"])) if roster is not None else ()
+        previous = record["previous"]
+        return FleetPlan(
+            number=int(record["number"]),
+            nonce=str(record["nonce"]),
+            kind=Kind(record["kind"]),
+            target=FleetVersion(*record["target"]),
+            previous=FleetVersion(*previous) if previous else None,
+            waves=waves,
+            decisions=int(record["decisions"]),
+            rejects=str(record["rejects"]),
+            # Older releases write none.
+            key=str(record.get("key", "")),
+            pause=_pause(*record["pause"]) if "pause" in record else None,
+        )
 
 
 def encode_verdict(verdict: Verdict, by: str, reason: str = "") -> bytes:
@@ -139,8 +147,8 @@ def decode_verdict(data: bytes) -> tuple[Verdict, str]:
     Raises:
         WeightSyncError: As `decode_plan`.
     """
-    record = _decode(data, "decision")
-    return Verdict(record["verdict"]), str(record["reason"])
+    with _decoded(data, "decision") as record:
+        return Verdict(record["verdict"]), str(record["reason"])
 
 
 def encode_report(report: MemberReport) -> bytes:
@@ -154,14 +162,24 @@ def decode_report(data: bytes) -> MemberReport:
     Raises:
         WeightSyncError: As `decode_plan`.
     """
-    record = _decode(data, "report")
-    return MemberReport(bool(record["ok"]), str(record["reason"]))
+    with _decoded(data, "report") as record:
+        return MemberReport(bool(record["ok"]), str(record["reason"]))
 
 
-def encode_member(live: FleetVersion | None, mode: str, address: str) -> bytes:
-    """Return what a member says of itself, for status."""
+def encode_member(live: FleetVersion | None, mode: str, address: str, boot: str = "") -> bytes:
+    """Return what a member says of itself, for status.
+
+    Args:
+        live: What its host holds.
+        mode: What its host does.
+        address: Where its server is.
+        boot: Names its process, so that two of one name can be told apart.
+    """
     return _encode(
-        live=[live.number, live.digest] if live else None, mode=mode, address=address[:256]
+        live=[live.number, live.digest] if live else None,
+        mode=mode,
+        address=address[:256],
+        boot=boot,
     )
 
 
@@ -171,27 +189,63 @@ def decode_member(data: bytes) -> tuple[FleetVersion | None, str, str]:
     Raises:
         WeightSyncError: As `decode_plan`.
     """
-    record = _decode(data, "member")
-    live = record["live"]
-    return FleetVersion(*live) if live else None, str(record["mode"]), str(record["address"])
+    with _decoded(data, "member") as record:
+        live = record["live"]
+        return FleetVersion(*live) if live else None, str(record["mode"]), str(record["address"])
+
+
+def decode_boot(data: bytes) -> str:
+    """Return which process it is that says something of a member; "": an older release's.
+
+    Raises:
+        WeightSyncError: As `decode_plan`.
+    """
+    with _decoded(data, "member") as record:
+        return str(record.get("boot", ""))
+
+
+def _waves(roster: Mapping[str, bytes], parts: int) -> tuple[tuple[str, ...], ...]:
+    waves: list[list[str]] = []
+    for part in roster.values():
+        with _decoded(part, "roster") as found:
+            names = list(found["waves"])
+            if found["continues"]:
+                waves[-1] += names.pop(0)
+            waves += names
+    if len(roster) != parts:
+        raise _damaged("roster")
+    return tuple(tuple(wave) for wave in waves)
+
+
+def _pause(mode: str, clear_cache: bool, wait_timeout_s: float, after_wait: str) -> PauseSpec:  # noqa: FBT001 - as it is written
+    if mode not in _PAUSES:
+        raise WeightSyncError(
+            Reason.NOT_SUPPORTED,
+            f"the plan has members pause by {mode!r}, this release knows {', '.join(_PAUSES)}; "
+            "update this member, or choose one of them",
+        )
+    return PauseSpec(mode, bool(clear_cache), float(wait_timeout_s), str(after_wait))
 
 
 def _encode(**record: Any) -> bytes:
-    return encode_document({"format": FORMAT, **record})
+    return encode_document({"format": OLDEST_FORMAT, **record})
 
 
-def _decode(data: bytes, what: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def _decoded(data: bytes, what: str) -> Iterator[dict[str, Any]]:
+    """Yield a record of a format that this release knows; what it then lacks is damage."""
     try:
         record = decode_document(data)
-    except ValueError:
+        written = record.get("format")
+        if written not in range(OLDEST_FORMAT, FORMAT + 1):
+            raise WeightSyncError(
+                Reason.NOT_SUPPORTED,
+                f"the {what} has format {written!r}, this release knows {OLDEST_FORMAT} to "
+                f"{FORMAT}; update this member, or apply with the older release",
+            )
+        yield record
+    except (ValueError, KeyError, IndexError, TypeError):
         raise _damaged(what) from None
-    if record.get("format") != FORMAT:
-        raise WeightSyncError(
-            Reason.NOT_SUPPORTED,
-            f"the {what} has format {record.get('format')!r}, this release knows {FORMAT}; update "
-            "this member, or apply with the older release",
-        )
-    return record
 
 
 def _damaged(what: str) -> WeightSyncError:

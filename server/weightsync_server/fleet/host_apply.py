@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from weightsync.engine import PauseSpec
     from weightsync_server.fleet.fleet_plan import FleetVersion
 
 __all__ = ["HostApply"]
@@ -19,13 +20,18 @@ class HostApply(Protocol):
     back with another one waits.
     """
 
-    async def prepare(self, target: FleetVersion) -> None:
+    async def prepare(self, target: FleetVersion, pause: PauseSpec | None = None) -> None:
         """Have a version staged and proved on every rank, while the live one is served.
 
         May be cancelled.
 
+        Args:
+            target: The version.
+            pause: How to change over to it; None: as where nobody chooses.
+
         Raises:
-            WeightSyncError: It cannot be: absent, rejected, refused by a rank.
+            WeightSyncError: It cannot be: absent, rejected, refused by a rank, or an engine cannot
+                pause so.
         """
 
     async def pause(self) -> None:

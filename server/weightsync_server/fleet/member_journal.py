@@ -56,7 +56,8 @@ class MemberJournal:
         Raises:
             WeightSyncError: It could not be.
         """
-        await self._write(number or self.seen, self.seen)
+        # Above 0 also before any apply was read.
+        await self._write(number or self.seen or 1, self.seen)
 
     async def serve(self) -> None:
         """Write down that the host may serve.

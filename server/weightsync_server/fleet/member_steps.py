@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from weightsync_server.fleet.fleet_plan import ApplyPhase, Kind, MemberReport, Verdict
 
 if TYPE_CHECKING:
+    from weightsync.engine import PauseSpec
     from weightsync_server.fleet.fleet_history import Apply, History
     from weightsync_server.fleet.fleet_plan import FleetVersion
 
@@ -40,6 +41,14 @@ class Mode(enum.StrEnum):
 
 
 @dataclass(frozen=True)
+class Prepare:
+    """Have a version ready, to be changed over to in one way."""
+
+    target: FleetVersion
+    pause: PauseSpec | None = None
+
+
+@dataclass(frozen=True)
 class MemberState:
     """What a member knows of itself.
 
@@ -47,7 +56,7 @@ class MemberState:
         name: Its name.
         live: What its host holds.
         mode: What its host does.
-        prepared: What its host has ready.
+        prepared: What its host has ready, and how it would change over.
         failed: What its host could not prepare or commit; cleared after a while.
         why: Why not.
         said: Reports that are in the register.
@@ -55,12 +64,13 @@ class MemberState:
         undecided: It stands still, and has for longer than it may.
         stale: What it has read is older than it may be while it serves.
         alone: The coordinator of the running apply is gone.
+        displaced: Another process has its name, and is the one that others count.
     """
 
     name: str
     live: FleetVersion | None = None
     mode: Mode = Mode.SERVING
-    prepared: FleetVersion | None = None
+    prepared: Prepare | None = None
     failed: FleetVersion | None = None
     why: str = ""
     said: frozenset[tuple[int, ApplyPhase]] = frozenset()
@@ -68,18 +78,12 @@ class MemberState:
     undecided: bool = False
     stale: bool = False
     alone: bool = False
+    displaced: bool = False
 
 
 @dataclass(frozen=True)
 class Wait:
     """Nothing, until something changes."""
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Have a version ready."""
-
-    target: FleetVersion
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,13 @@ def next_step(state: MemberState, history: History | None, max_skew: int = 1) ->
         return Fence("the decision on a barrier could not be learnt in time; it is asked for still")
     if state.stale and state.mode is Mode.SERVING:
         return Fence("the fleet's register was not read for longer than max_age_s; check it")
-    if history is None or state.stale:
+    if state.displaced and state.mode is not Mode.FENCED:
+        return Fence(f"another server is member {state.name} now; give each --fleet-member a name")
+    if history is None or state.stale or state.displaced:
         return Wait()
+    if history.unreadable_commits and state.mode is Mode.SERVING:
+        number = history.unreadable_number
+        return Fence(f"apply {number} was decided, and cannot be read: {history.unreadable}")
     if history.unreadable:
         return _refuse(state, history)
     apply = history.running
@@ -173,8 +182,9 @@ def _take_part(state: MemberState, apply: Apply) -> Step:
     plan = apply.plan
     if state.alone:
         return Abort(plan.number, apply.step, "its coordinator is gone")
-    if plan.target not in (state.prepared, state.live, state.failed):
-        return Prepare(plan.target)
+    wanted = Prepare(plan.target, plan.pause)
+    if plan.target not in (state.live, state.failed) and state.prepared != wanted:
+        return wanted
     if (plan.number, ApplyPhase.PREPARED) not in state.said:
         return _say(state, apply, ApplyPhase.PREPARED)
     if plan.kind is Kind.BARRIER:
@@ -213,11 +223,12 @@ def _settle(state: MemberState, history: History, max_skew: int) -> Step:
         return _serve(state, history)
     if state.mode is Mode.SERVING:
         missed = history.missed(state.live)
-        if len(missed) > max_skew or any(one.plan.kind is Kind.BARRIER for one in missed):
+        barrier = any(one.plan.kind is Kind.BARRIER for one in missed)
+        if barrier or len(missed) > max_skew or history.hides_missed(state.live):
             return Fence(f"version {target.number} was decided; this host goes to it first")
     if state.failed == target:
         return Wait()
-    if state.prepared != target:
+    if state.prepared is None or state.prepared.target != target:
         return Prepare(target)
     return Commit(target)
 

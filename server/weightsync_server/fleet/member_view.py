@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from typing import TYPE_CHECKING
 
 from weightsync import clock
@@ -12,6 +13,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fleet.fleet_history import HistoryReader
 from weightsync_server.fleet.fleet_keys import APPLIES, coordinator_key, member_key, report_key
 from weightsync_server.fleet.fleet_plan import ApplyPhase
+from weightsync_server.fleet.fleet_records import decode_boot
 
 if TYPE_CHECKING:
     from weightsync_server.fleet.fleet_history import History
@@ -43,6 +45,8 @@ class MemberView:
         said: Which reports of this member the register has.
         why: Why it could not be read the last time; "": it was.
         changed: Set after each reading.
+        boot: Names this process.
+        displaced: Another process has this member's name.
     """
 
     def __init__(
@@ -59,11 +63,13 @@ class MemberView:
         self.said: frozenset[tuple[int, ApplyPhase]] = frozenset()
         self.why = "it was not read yet"
         self.changed = asyncio.Event()
+        self.boot = secrets.token_hex(8)
+        self.displaced = False
 
     @property
     def number(self) -> int:
         """Number of the newest apply that was read; 0: none was."""
-        return _number(self.history) if self.history else 0
+        return self.history.number if self.history else 0
 
     @property
     def alone(self) -> bool:
@@ -135,8 +141,8 @@ class MemberView:
     async def _read(self) -> None:
         asked = clock.monotonic()
         history = await self._reader.read()
-        number = _number(history)
-        if number < self._journal.seen and not history.unreadable:
+        number = history.number
+        if number < self._journal.seen:
             raise WeightSyncError(
                 Reason.FAULT,
                 f"the register's newest apply is {number}, and {self._journal.seen} was read "
@@ -149,10 +155,22 @@ class MemberView:
                 [(number, phase) for phase in ApplyPhase if await self._has_said(number, phase)]
             )
         await self._look_for_coordinator(history)
+        self.displaced = await self._is_displaced()
         self.history, self.read_at = history, asked
 
     async def _has_said(self, number: int, phase: ApplyPhase) -> bool:
         return await self._register.get(report_key(number, phase, self._name)) is not None
+
+    async def _is_displaced(self) -> bool:
+        found = await self._register.get(member_key(self._name))
+        if found is None:
+            # Of a time without the register; it is put there again.
+            return False
+        try:
+            return decode_boot(found) != self.boot
+        except WeightSyncError:
+            # Of another release.
+            return True
 
     async def _look_for_coordinator(self, history: History) -> None:
         running = history.running
@@ -161,7 +179,3 @@ class MemberView:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = clock.monotonic()
-
-
-def _number(history: History) -> int:
-    return history.newest.plan.number if history.newest else 0

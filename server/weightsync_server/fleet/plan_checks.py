@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.catalog.local_numbers import FIRST_LOCAL
 from weightsync_server.fleet.fleet_keys import rejected_key
@@ -12,11 +13,45 @@ from weightsync_server.fleet.fleet_plan import Kind
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from weightsync.engine import PauseSpec
     from weightsync_server.fleet.fleet_history import History
     from weightsync_server.fleet.fleet_plan import FleetVersion
     from weightsync_server.register.register import Register
 
-__all__ = ["check_new", "planned_with", "previous_of", "rollback_target"]
+__all__ = ["check_new", "check_pause", "planned_with", "previous_of", "rollback_target"]
+
+#: Of the time for which a barrier's members may stand still without a decision: what requests in
+#: flight may take of it, so that every member comes to be ready before the apply is called off.
+_WAITING = 0.25
+
+
+def check_pause(kind: Kind, pause: PauseSpec | None, undecided_s: float) -> None:
+    """Refuse a way to pause in which a barrier cannot be made.
+
+    Args:
+        kind: Barrier or rolling.
+        pause: How members would pause; None: nobody chose.
+        undecided_s: As in `FleetLimits`.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID.
+    """
+    if pause is None or kind is not Kind.BARRIER:
+        return
+    if pause.mode == BETWEEN_STEPS:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "members that change between two steps do not stand still for one decision; use order "
+            "ROLLING, or another pause mode",
+        )
+    longest_s = _WAITING * undecided_s
+    if pause.mode == "wait" and pause.wait_timeout_s > longest_s:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"a barrier whose members stand still for {undecided_s:g} s at most cannot wait "
+            f"{pause.wait_timeout_s:g} s for requests to finish; give pause.wait_timeout up to "
+            f"{longest_s:g} s, use order ROLLING, or raise undecided_limit_s",
+        )
 
 
 async def check_new(register: Register, history: History, target: FleetVersion) -> None:
@@ -31,9 +66,9 @@ async def check_new(register: Register, history: History, target: FleetVersion) 
             f"the content of version {target.number} was rejected by a rollback of the fleet; "
             "apply another",
         )
-    if not history.commits:
+    live = history.target
+    if not history.commits or live is None:
         return
-    live = history.commits[-1].plan.target
     if live == target or live.number >= FIRST_LOCAL:
         # Content of one checkpoint alone counts as older than every other.
         return
@@ -97,23 +132,34 @@ def previous_of(
     return None
 
 
+def _check_readable(history: History, number: int) -> None:
+    """Refuse to go back past a commit that cannot be read."""
+    if hidden := [one for one in history.hidden if one > number]:
+        raise WeightSyncError(
+            Reason.NOT_SUPPORTED,
+            f"apply {hidden[-1]} of the fleet is of a newer release, and its version may be the "
+            "one to go back to; ask a member of that release",
+        )
+
+
 async def rollback_target(
     register: Register, history: History
 ) -> tuple[FleetVersion, FleetVersion]:
     """Return the version of the newest COMMIT before the live one, and the live one.
 
     Raises:
-        WeightSyncError: NO_ROLLBACK.
+        WeightSyncError: NO_ROLLBACK. NOT_SUPPORTED: a commit between cannot be read.
     """
     commits = [one.plan for one in history.commits]
     if commits:
         live = commits[-1].target
-        before = [plan.target for plan in commits[:-1]]
+        before = [(plan.target, plan.number) for plan in commits[:-1]]
         if commits[0].previous is not None:
-            before.insert(0, commits[0].previous)
-        for version in reversed(before):
+            before.insert(0, (commits[0].previous, 0))
+        for version, number in reversed(before):
             other = version.digest != live.digest
             if other and await register.get(rejected_key(version.digest)) is None:
+                _check_readable(history, number)
                 return version, live
     raise WeightSyncError(
         Reason.NO_ROLLBACK,

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from weightsync import clock
+from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine.rejection import reject
 from weightsync_server.fleet.fleet_plan import FleetVersion
@@ -69,7 +70,7 @@ class FleetHost:
                 self._cutover = None
             self._release()
 
-    async def prepare(self, target: FleetVersion) -> None:
+    async def prepare(self, target: FleetVersion, pause: PauseSpec | None = None) -> None:
         """As `HostApply` says; a host that serves nothing has the version in memory."""
         async with self._turn:
             await self._let_go()
@@ -87,6 +88,8 @@ class FleetHost:
                 self._gate,
                 self._limits.prepare_timeout_s,
                 2 * self._undecided_s,
+                pause or PauseSpec(),
+                self._model.slots,
             )
             try:
                 await cutover.prepare()

@@ -11,6 +11,7 @@ from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency
+from weightsync_server.engine.pause_options import pause_spec
 from weightsync_server.fleet.coordinator import Coordinator
 from weightsync_server.fleet.fleet_keys import MEMBERS
 from weightsync_server.fleet.fleet_member import FleetMember
@@ -25,6 +26,7 @@ from weightsync_server.register.etcd_tls import EtcdTls
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from weightsync.engine import PauseSpec
     from weightsync_server.engine import EngineSet, HostParts, ModelParts
     from weightsync_server.fleet.coordinator import Outcome, Progress
     from weightsync_server.fleet.fleet_limits import FleetLimits
@@ -138,6 +140,7 @@ class FleetService:
                 `Coordinator.apply`.
         """
         kind = _check(request, request.max_unavailable)
+        pause = _chosen_pause(request)
         if not request.version or request.dry_run or request.clear_rejected:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
@@ -149,7 +152,7 @@ class FleetService:
 
         async def carry_out() -> pb.ApplyVersionResponse:
             target = await self.host.find(request.version)
-            outcome = await self._coordinator().apply(target, kind, size, key)
+            outcome = await self._coordinator().apply(target, kind, size, key, pause)
             return pb.ApplyVersionResponse(fleet=await self._report(outcome))
 
         return await self._calls.run(key, request, carry_out)
@@ -161,11 +164,12 @@ class FleetService:
             WeightSyncError: As `apply`, and NO_ROLLBACK.
         """
         kind = _check(request, request.max_unavailable)
+        pause = _chosen_pause(request)
         size = request.max_unavailable or self._options.max_unavailable
         key = request.idempotency_key
 
         async def carry_out() -> pb.RollbackResponse:
-            outcome = await self._coordinator().rollback(kind, size, key)
+            outcome = await self._coordinator().rollback(kind, size, key, pause)
             return pb.RollbackResponse(fleet=await self._report(outcome))
 
         return await self._calls.run(key, request, carry_out)
@@ -227,17 +231,18 @@ def _check(request: idempotency.Request, max_unavailable: int) -> Kind:
             Reason.REQUEST_INVALID,
             "a fleet has all engines of every host; leave out the engine's name, or the scope",
         )
-    if request.HasField("pause"):
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
-            "how members of a fleet pause is not chosen by the call; leave out pause",
-        )
     if max_unavailable and kind is Kind.BARRIER:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
             "max_unavailable goes with order ROLLING; leave it out, or set the order",
         )
     return kind
+
+
+def _chosen_pause(request: idempotency.Request) -> PauseSpec | None:
+    """Return how members pause; None: as where nobody chooses, which every release can read."""
+    spec = pause_spec(request.pause)
+    return spec if spec != pause_spec(pb.PauseOptions()) else None
 
 
 class _ProgressLog:

@@ -43,6 +43,12 @@ class FleetSettings(BaseModel):
         description="Seconds for which a member of a barrier stands still without learning the "
         "decision; then it is fenced until it has.",
     )
+    member_ttl_s: int = Field(
+        10,
+        ge=1,
+        description="Seconds after which a member that is not heard of has left the fleet. Etcd "
+        "makes them 2 or more.",
+    )
     max_skew: int = Field(
         1, ge=0, description="Rolling commits by which a host that serves may be behind its fleet."
     )
@@ -85,5 +91,7 @@ class FleetSettings(BaseModel):
             undecided_s=self.undecided_limit_s,
             max_skew=self.max_skew,
             max_age_s=self.max_age_s,
+            member_ttl_s=self.member_ttl_s,
+            grace_s=self.member_ttl_s / 2,
             poll_s=poll_s or FleetLimits.poll_s,
         )

@@ -6,16 +6,17 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
+from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine.apply_checks import check_members, check_rolling_slots
 from weightsync_server.engine.engine_group import EngineGroup, take_engines
 from weightsync_server.engine.group_prepare import drop_all, plans_for, prepare_all
 from weightsync_server.engine.journal_file import Answer
 from weightsync_server.engine.outcome import Cause
-from weightsync_server.engine.pause_options import pause_spec
-from weightsync_server.engine.rollout import switch_together
+from weightsync_server.engine.rollout import roll_out, switch_together
 
 if TYPE_CHECKING:
+    from weightsync.engine import PauseSpec
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.engine_set import EngineSet
     from weightsync_server.fleet_host.serving_gate import ServingGate
@@ -32,6 +33,9 @@ class HostCutover:
         gate: Shut as soon as they are taken; whoever ends this opens it.
         prepare_s: The longest wait for an engine that cannot be asked yet, seconds.
         patience_s: The longest time that the decision may take, seconds.
+        spec: How the engines pause; between two steps they do so one after the other, when the
+            fleet has decided.
+        slots: How many versions memory holds at once.
 
     Attributes:
         record: As given.
@@ -45,9 +49,12 @@ class HostCutover:
         gate: ServingGate,
         prepare_s: float,
         patience_s: float,
+        spec: PauseSpec,
+        slots: int,
     ) -> None:
         self.record, self.patience_s = record, patience_s
         self._engines, self._gate, self._prepare_s = engines, gate, prepare_s
+        self._spec, self._slots = spec, slots
         self._prepared, self._going, self._still = (asyncio.Event() for _ in range(3))
         self._dropped = False
         self._word: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -72,8 +79,13 @@ class HostCutover:
 
         Raises:
             WeightSyncError: APPLY_RESTORED: all serve what they served. Any other: an engine does
-                not, and is brought there.
+                not, and is brought there; or nothing would stand still.
         """
+        if self._between:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                "engines that change between two steps do not stand still; use another pause mode",
+            )
         self._going.set()
         await self._reach(self._still)
 
@@ -119,6 +131,10 @@ class HostCutover:
         self._still.set()
         await self._word
 
+    @property
+    def _between(self) -> bool:
+        return self._spec.mode == BETWEEN_STEPS
+
     def _refuse(self, reason: str) -> None:
         if not self._word.done():
             self._word.set_exception(WeightSyncError(Reason.APPLY_RESTORED, reason))
@@ -137,14 +153,20 @@ class HostCutover:
                 if one.live.record.content_digest != self.record.content_digest
             ]
             going = differing or group.members
+            check_members(going, self._spec, fences=not self._between)
+            if self._between and len(going) > 1:
+                check_rolling_slots(self._slots)
             targets = await prepare_all(going, self.record, None, durable=True)
             self._prepared.set()
             await self._going.wait()
             if self._dropped:
                 await drop_all(going, targets)
                 return
-            plans = plans_for(going, targets, pause_spec(pb.PauseOptions()), Cause())
-            await switch_together(plans, self._engines.host_journal, self)
+            plans = plans_for(going, targets, self._spec, Cause())
+            if self._between:
+                await roll_out(plans, 1, self._engines.host_journal)
+            else:
+                await switch_together(plans, self._engines.host_journal, self)
             named = {one.member.name: one.plan for one in plans}
             await self._engines.host_journal.done(named, Answer())
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weightsync_server.store.objects.piece_digests import CacheOutcome
+
 if TYPE_CHECKING:
     from weightsync_server.ops.metrics import Metrics
 
@@ -36,6 +38,13 @@ class FollowMetrics:
             ("full", "delta"),
         )
 
+        self._pieces = metrics.counters(
+            "weightsync_follow_cache_pieces_total",
+            "Pieces of shards that a follower asked its cache for: right, wrong, or missing there.",
+            "outcome",
+            CacheOutcome._fields,
+        )
+
     def set_up(self, *, up: bool) -> None:
         """Take note of whether the origin answers."""
         self._up.set(up)
@@ -51,3 +60,8 @@ class FollowMetrics:
     def count_fetch(self, *, delta: bool) -> None:
         """Count a version that is here now."""
         self._fetches["delta" if delta else "full"].inc()
+
+    def count_pieces(self, outcome: CacheOutcome) -> None:
+        """Count what a cache had of one shard."""
+        for name, count in outcome._asdict().items():
+            self._pieces[name].inc(count)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from weightsync.wire.addresses import is_private
 from weightsync_server.store.objects.object_keys import is_location
 
-__all__ = ["check_follow", "grpc_target", "is_encrypted"]
+__all__ = ["check_cache", "check_follow", "grpc_target", "is_encrypted"]
 
 _GRPC = ("grpc://", "grpcs://")
 _FORMS = (
@@ -25,6 +25,32 @@ def is_encrypted(url: str, *, ca: bool) -> bool:
     """Tell whether a server is spoken to by TLS: its URL says so, or there is a CA for it."""
     unix = grpc_target(url).startswith("unix:")
     return not unix and (url.startswith("grpcs://") or ca)
+
+
+def check_cache(cache: str, url: str) -> None:
+    """Refuse a cache that cannot be asked, or that stands before nothing.
+
+    Args:
+        cache: Its URL; empty: there is none.
+        url: The origin; empty: none is followed.
+
+    Raises:
+        ValueError: Naming the remedy.
+    """
+    if not cache:
+        return
+    if not is_location(url):
+        raise ValueError(
+            "follow_cache stands before a store of objects; use it with --follow s3://, gs:// or "
+            "az://"
+        )
+    parts = urlsplit(cache)
+    plain = not (parts.query or parts.fragment or "@" in parts.netloc)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
+        raise ValueError(
+            "follow_cache must be http://HOST:PORT/PATH or https://, below which the objects of "
+            "the store lie, without user, password or query"
+        )
 
 
 def check_follow(url: str, store: str, *, ca: bool, others: bool) -> None:

@@ -34,6 +34,11 @@ _AGAIN_S, _MOST_S = 0.5, 30.0
 _STAGE_S = 60.0
 #: Longest wait for the origin's answer about one content, seconds.
 _FIND_S = 10.0
+#: What is to be done where numbers mean other content here than in the origin.
+_WAYS_ON = (
+    "push a higher version there; or, where nobody needs what is here, give this follower an empty "
+    "--state-dir"
+)
 #: Failures after which the same push goes on: nothing that came is wrong.
 _PASSING = frozenset(
     {
@@ -73,7 +78,7 @@ class Follower:
         self._metrics = metrics
         #: Content of versions whose delta has failed: the next try is in full.
         self._distrusted: set[str] = set()
-        self._conflicts: set[int] = set()
+        self._warned: set[str] = set()
         self._complaint = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -98,6 +103,19 @@ class Follower:
             return None
         same = (v for v in reversed(versions) if v.content_digest == content_digest)
         return next(same, None)
+
+    def plan(self, versions: Sequence[CommitRecord]) -> list[Fetch]:
+        """Return what is to be fetched of an origin that has these versions, by number."""
+        highest = self._model.table.highest
+        return fetch_plan(versions, highest, self._holds, self._holds_alike, self._trusts)
+
+    def kept_bytes(self, fetch: Fetch) -> int:
+        """Return how much of a fetch that was cut short lies on this host's disk."""
+        for one in self._pushes.status():
+            state = self._pushes.find(one.push_id).state
+            if state.request.idempotency_key == _key(fetch):
+                return sum(shard.size for shard in (state.suspended or {}).values())
+        return 0
 
     async def _run(self) -> None:
         wait_s = _AGAIN_S
@@ -136,15 +154,14 @@ class Follower:
             raise
         self._metrics.set_up(up=True)
         self._lag(versions)
-        for fetch in self._plan(versions):
+        fetches = self.plan(versions)
+        if not fetches:
+            await self._drop_others("")
+        for fetch in fetches:
             await self._fetch(fetch)
             self._lag(versions)
         self._check_same(versions)
         await self._stage()
-
-    def _plan(self, versions: Sequence[CommitRecord]) -> list[Fetch]:
-        highest = self._model.table.highest
-        return fetch_plan(versions, highest, self._holds, self._holds_alike, self._trusts)
 
     async def _versions(self) -> Sequence[CommitRecord]:
         # What another follower alone has is nobody else's.
@@ -177,15 +194,7 @@ class Follower:
         Raises:
             WeightSyncError: VERSION_CONFLICT; also if the origin was begun anew, below this.
         """
-        highest = self._model.table.highest
-        below = bool(versions) and versions[-1].version <= highest
-        if below and not any(map(self._knows, versions)):
-            raise WeightSyncError(
-                Reason.VERSION_CONFLICT,
-                f"{self.url} has versions up to {versions[-1].version}, none of which is here, "
-                f"where numbers up to {highest} were used: it was begun anew; give this follower "
-                "an empty --state-dir",
-            )
+        self._check_begun_anew(versions)
         for version in versions:
             if not self._knows(version) or self._holds(version):
                 continue
@@ -193,14 +202,39 @@ class Follower:
             conflict = WeightSyncError(
                 Reason.VERSION_CONFLICT,
                 f"version {version.version} has content {content} here and "
-                f"{version.content_digest} in {self._origin.url}; give this follower an empty "
-                "--state-dir",
+                f"{version.content_digest} in {self._origin.url}; {_WAYS_ON}",
             )
             if version is versions[-1]:
                 raise conflict
-            if version.version not in self._conflicts:
-                self._conflicts.add(version.version)
-                logger.error("%s", conflict.message)
+            self._tell_once(conflict.message)
+
+    def _check_begun_anew(self, versions: Sequence[CommitRecord]) -> None:
+        """Raise if the origin gives numbers anew that are lower than those that were used here.
+
+        That none of its versions is here proves nothing: the newest of them may have been deleted
+        there, or here. That one was committed after a higher number had come from there does.
+        """
+        table = self._model.table
+        below = bool(versions) and versions[-1].version <= table.highest
+        if not below or any(map(self._knows, versions)):
+            return
+        what = (
+            f"{self.url} has versions up to {versions[-1].version}, none of which is here, where "
+            f"numbers up to {table.highest} were used"
+        )
+        ours = table.find(table.newest)
+        commit = ours.commit if ours is not None else None
+        if commit and any(one.commit_time_ns > commit.commit_time_ns for one in versions):
+            raise WeightSyncError(
+                Reason.VERSION_CONFLICT,
+                f"{what}, and some were committed since: it was begun anew; {_WAYS_ON}",
+            )
+        self._tell_once(f"{what}: nothing is fetched until there is one above {table.highest}")
+
+    def _tell_once(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s", what)
 
     async def _fetch(self, fetch: Fetch) -> None:
         """Make one version exist here.
@@ -210,7 +244,7 @@ class Follower:
         """
         version, push = fetch.version, None
         request = _begin(fetch)
-        await self._drop_others(request)
+        await self._drop_others(request.idempotency_key)
         await failpoints.reach("follow.fetch")
         await self._model.epochs.follow(version.epoch)
         try:
@@ -238,11 +272,11 @@ class Follower:
         content = fetch.version.content_digest
         (self._distrusted.add if fetch.delta else self._distrusted.discard)(content)
 
-    async def _drop_others(self, wanted: pb.BeginPushRequest) -> None:
+    async def _drop_others(self, key: str) -> None:
         """Drop what was begun of versions that are not wanted any more, or in another form."""
         for one in self._pushes.status():
             push = self._pushes.find(one.push_id)
-            if push.state.request.idempotency_key != wanted.idempotency_key:
+            if push.state.request.idempotency_key != key:
                 await self._pushes.abort(pb.AbortPushRequest(push_id=one.push_id))
 
     async def _stage(self) -> None:

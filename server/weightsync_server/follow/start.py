@@ -12,12 +12,15 @@ from weightsync_server.catalog.local_numbers import FIRST_LOCAL
 from weightsync_server.follow.follow_metrics import FollowMetrics
 from weightsync_server.follow.follow_url import grpc_target
 from weightsync_server.follow.follower import Follower
+from weightsync_server.follow.shard_cache import ShardCache
 from weightsync_server.ops.tasks import in_thread
 from weightsync_server.store import open_reader
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from weightsync_server.follow.fetch_plan import Fetch
     from weightsync_server.follow.origin import Origin
     from weightsync_server.model import Model
     from weightsync_server.ops.metrics import Metrics
@@ -55,6 +58,7 @@ class FollowOptions(NamedTuple):
         token_file: Holds the token for the origin.
         slots: Versions held in memory at once.
         disk_floor_bytes: Free space that nothing may use.
+        cache: Where shards of a store are asked for first; empty: nowhere.
     """
 
     url: str
@@ -65,6 +69,7 @@ class FollowOptions(NamedTuple):
     token_file: Path | None
     slots: int
     disk_floor_bytes: int
+    cache: str = ""
 
 
 async def start_follower(
@@ -84,13 +89,13 @@ async def start_follower(
     """
     if not options.url:
         return None
-    origin = _open(options, model, pushes, metrics)
     follow_metrics = FollowMetrics(metrics)
+    origin = _open(options, model, pushes, metrics, follow_metrics)
+    follower = Follower(origin, model, pushes, follow_metrics)
     try:
         async with asyncio.timeout(_FIRST_LOOK_S):
             versions = [v for v in await origin.versions() if v.version < FIRST_LOCAL]
-        if versions:
-            await _check_room(versions[-1], options, model)
+        await _look_for_room(follower, versions, options, model)
         follow_metrics.set_up(up=True)
     except (WeightSyncError, TimeoutError) as error:
         if isinstance(error, WeightSyncError) and error.reason in _NEVER:
@@ -102,13 +107,18 @@ async def start_follower(
     except BaseException:
         await origin.close()
         raise
-    follower = Follower(origin, model, pushes, follow_metrics)
     model.adoption.origin = follower
     follower.start()
     return follower
 
 
-def _open(options: FollowOptions, model: Model, pushes: PushService, metrics: Metrics) -> Origin:
+def _open(
+    options: FollowOptions,
+    model: Model,
+    pushes: PushService,
+    metrics: Metrics,
+    follow_metrics: FollowMetrics,
+) -> Origin:
     name = model.table.name
     if grpc_target(options.url):
         from weightsync_server.follow.grpc_origin import GrpcOrigin, OriginAccess
@@ -118,15 +128,30 @@ def _open(options: FollowOptions, model: Model, pushes: PushService, metrics: Me
         return GrpcOrigin(access, name, pushes, options.interval_s * _BACKSTOP)
     from weightsync_server.follow.store_origin import StoreOrigin
 
-    return StoreOrigin(open_reader(options.url), name, options.interval_s, metrics)
+    cache = ShardCache(options.cache, follow_metrics.count_pieces) if options.cache else None
+    return StoreOrigin(open_reader(options.url), name, options.interval_s, metrics, cache)
 
 
-async def _check_room(newest: CommitRecord, options: FollowOptions, model: Model) -> None:
-    """Refuse a version that this host could not hold.
+async def _look_for_room(
+    follower: Follower, versions: Sequence[CommitRecord], options: FollowOptions, model: Model
+) -> None:
+    """Refuse to start for versions that this host could not hold, if it has none to serve.
 
     Raises:
         WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED.
     """
+    if not (fetches := follower.plan(versions)):
+        return
+    try:
+        _check_memory(fetches[-1].version, options, model)
+        await _check_disk(follower, fetches, options, model)
+    except WeightSyncError as error:
+        if not model.table.newest:
+            raise
+        logger.warning("version %d is served on: %s", model.table.newest, error.message)
+
+
+def _check_memory(newest: CommitRecord, options: FollowOptions, model: Model) -> None:
     needed, limit = newest.size_bytes * options.slots, model.segments.budget.limit
     if needed > limit:
         raise WeightSyncError(
@@ -135,15 +160,23 @@ async def _check_room(newest: CommitRecord, options: FollowOptions, model: Model
             f"{options.slots} slots {needed}; this server may use {limit}: raise "
             "memory_bytes, lower slots, or follow from a host with more memory",
         )
-    if model.table.find(newest.version) is not None:
-        return
-    free = await in_thread(model.store.free_bytes)
+
+
+async def _check_disk(
+    follower: Follower, fetches: Sequence[Fetch], options: FollowOptions, model: Model
+) -> None:
+    newest = fetches[-1].version
     # What is kept goes when the new one is here.
-    left = free - options.disk_floor_bytes
-    if newest.size_bytes > left:
+    needed = sum(_disk_bytes(one) - follower.kept_bytes(one) for one in fetches)
+    left = await in_thread(model.store.free_bytes) - options.disk_floor_bytes
+    if needed > left:
         raise WeightSyncError(
             Reason.DISK_EXHAUSTED,
-            f"version {newest.version} of {options.url} has {newest.size_bytes} bytes, "
+            f"version {newest.version} of {options.url} needs {needed} bytes of disk, "
             f"{model.store.url} has room for {max(0, left)}; free space there, lower "
             "disk_floor_bytes, or keep versions elsewhere with --store",
         )
+
+
+def _disk_bytes(fetch: Fetch) -> int:
+    return fetch.version.delta_bytes if fetch.delta else fetch.version.size_bytes

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from weightsync_server.follow.fetch_plan import Fetch
+    from weightsync_server.follow.shard_cache import ShardCache
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.parts import Push
     from weightsync_server.store.store_records import CommitRecord
@@ -30,14 +31,23 @@ class StoreOrigin:
         model: Name of the model in it.
         interval_s: How often it is looked for new versions, seconds.
         meters: Counts the bytes that come.
+        cache: Is asked for shards first; None: there is no such.
     """
 
-    def __init__(self, store: VersionReader, model: str, interval_s: float, meters: Meters) -> None:
+    def __init__(
+        self,
+        store: VersionReader,
+        model: str,
+        interval_s: float,
+        meters: Meters,
+        cache: ShardCache | None = None,
+    ) -> None:
         self.url = store.url
         self._store = store
         self._model = model
         self._interval_s = interval_s
         self._meters = meters
+        self._cache = cache
         self._stamps: frozenset[str] = frozenset()
         self._versions: dict[int, CommitRecord] = {}
 
@@ -62,7 +72,8 @@ class StoreOrigin:
 
     async def bring(self, push: Push, fetch: Fetch) -> None:
         """Have fetchers read the shards into the segments of the push."""
-        await StoredBytes(self._store, self._versions, push, fetch, self._meters).bring()
+        store, versions = self._store, self._versions
+        await StoredBytes(store, versions, push, fetch, self._meters, self._cache).bring()
 
     async def close(self) -> None:
         """Do nothing: requests end by themselves."""

@@ -7,6 +7,7 @@ begins with, then one delta after the other, each proved and bound to the conten
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
@@ -24,14 +25,18 @@ if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
     from weightsync_server.deltas import DeltaShard
     from weightsync_server.follow.fetch_plan import Fetch
+    from weightsync_server.follow.shard_cache import ShardCache
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.parts import Push
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.residency.slot import Slot
+    from weightsync_server.store.objects.piece_digests import PieceDigests
     from weightsync_server.store.store_records import CommitRecord
     from weightsync_server.store.version_reader import VersionReader
 
 __all__ = ["StoredBytes"]
+
+logger = logging.getLogger(__name__)
 
 #: Shards under way at once; the fetchers order the work among themselves.
 _AT_ONCE = 8
@@ -48,6 +53,7 @@ class StoredBytes:
         push: Takes them.
         fetch: What they are.
         meters: Counts them.
+        cache: May have them too; None: there is no such.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class StoredBytes:
         push: Push,
         fetch: Fetch,
         meters: Meters,
+        cache: ShardCache | None = None,
     ) -> None:
         self._store = store
         self._versions = versions
@@ -64,6 +71,7 @@ class StoredBytes:
         self._version = fetch.version
         self._delta = fetch.delta
         self._meters = meters
+        self._cache = cache
         self._gate = asyncio.Semaphore(_AT_ONCE)
 
     async def bring(self) -> None:
@@ -149,8 +157,25 @@ class StoredBytes:
         if path is None:
             raise WeightSyncError(Reason.DATA_CORRUPT, f"{self._store.url} keeps no shards")
         await failpoints.reach("follow.shard")
-        await self._push.model.fetch.load(path, size, segment)
+        pieces = self._store.pieces(version.model, version.version, index, delta=delta)
+        if self._cache is None or pieces is None:
+            await self._push.model.fetch.load(path, size, segment)
+        else:
+            await self._read_cached(self._cache, path, pieces, size, segment)
         self._meters.add_received(size)
+
+    async def _read_cached(
+        self, cache: ShardCache, path: str, pieces: PieceDigests, size: int, segment: Segment
+    ) -> None:
+        url = cache.locate(path, self._store.url)
+        outcome = await self._push.model.fetch.load_cached(path, url, pieces, size, segment)
+        cache.count(outcome)
+        if outcome.wrong:
+            logger.error(
+                "the cache gave other bytes than were put at %s; they came from the store instead: "
+                "look who may write to it",
+                url,
+            )
 
     async def _each(self, work: list[Coroutine[Any, Any, None]]) -> None:
         async def one(coroutine: Coroutine[Any, Any, None]) -> None:

@@ -33,7 +33,7 @@ class EngineNodes:
 
     def __init__(self, group: NodeGroup, engine: object, count: int, ranks: Sequence[str]) -> None:
         if count > 1:
-            group.claim(engine)
+            group.claim(engine, count)
         self._group = group
         self._count = count
         self._ranks = tuple(ranks)
@@ -41,7 +41,7 @@ class EngineNodes:
     @property
     def changes(self) -> int:
         """Rises whenever what a node had may be there no more."""
-        return self._group.changes if self._count > 1 else 0
+        return self._group.changes(range(1, self._count))
 
     async def have(self, args: Mapping[str, Any], timeout_s: float) -> float:
         """Return when every node has staged the version, and the pages, of a worker call.
@@ -77,6 +77,24 @@ class EngineNodes:
                 "look at the logs of their weightsync-servers, or raise prepare_timeout",
             ) from None
         return clock.monotonic() - begun
+
+    def check_staged(self, document: str) -> None:
+        """Refuse a call in a pause that would wait until a node has staged a version.
+
+        Args:
+            document: Of the version, which `have` was to bring there.
+
+        Raises:
+            WeightSyncError: SERVER_AWAY: a node has none, or is back without it.
+        """
+        for node in self._nodes():
+            if not node.has(document):
+                raise WeightSyncError(
+                    Reason.SERVER_AWAY,
+                    f"the weightsync-server of node {node.rank} lost what it had staged; apply "
+                    "again",
+                    retry_after_s=1.0,
+                )
 
     def check(self, changes: int) -> None:
         """Refuse to wait for reports that a node's server was to pass on and will not.

@@ -30,6 +30,8 @@ class JoinedNode:
         self._requests: asyncio.Queue[pb.JoinResponse | None] = asyncio.Queue()
         self._asked: dict[str, asyncio.Future[None]] = {}
         self._versions: set[str] = set()
+        self._page = ""
+        self._reporting: frozenset[str] = frozenset()
 
     @property
     def versions(self) -> frozenset[str]:
@@ -58,10 +60,28 @@ class JoinedNode:
             answer = self._asked[name] = asyncio.get_running_loop().create_future()
             # Whoever waited may be gone.
             answer.add_done_callback(_retrieve)
-            if request.HasField("stage"):
-                self._versions.add(name)
+            self._note(name, request)
             self._requests.put_nowait(request)
         await asyncio.shield(answer)
+
+    def _note(self, name: str, request: pb.JoinResponse) -> None:
+        if request.HasField("stage"):
+            self._versions.add(name)
+        elif request.HasField("pages"):
+            # Those before were of a session that is over.
+            if self._page != name:
+                self._asked.pop(self._page, None)
+            self._page = name
+            self._reporting = frozenset(f"{name}/{rank}" for rank in request.pages.ranks)
+
+    def has(self, name: str) -> bool:
+        """Tell whether the node has something that it was asked for."""
+        answer = self._asked.get(name)
+        return answer is not None and answer.done() and not self.left
+
+    def reports_on(self, page: str) -> bool:
+        """Tell whether a page is of one of its ranks."""
+        return page in self._reporting
 
     def take(self, ready: pb.NodeReady) -> None:
         """Take note of what became of something that was asked for."""

@@ -28,6 +28,8 @@ _CHUNK = 1 << 20
 #: A node that is frozen, or cut off, counts as gone after this time, seconds: gRPC's own pings wait
 #: behind what it does not read.
 _SILENCE_S = 10.0
+#: Highest rank that a node may say it is, so that strays are bounded.
+_MAX_RANK = 65_535
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
@@ -44,11 +46,12 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, requests: AsyncIterator[pb.JoinRequest], context: Any
     ) -> AsyncIterator[pb.JoinResponse]:
         """Make the caller the server of a node until the call ends."""
-        del context
         messages = aiter(requests)
         node = JoinedNode(await _hello(messages))
         self._group.join(node)
-        logger.info("the weightsync-server of node %d has joined", node.rank)
+        logger.info(
+            "the weightsync-server of node %d has joined from %s", node.rank, context.peer()
+        )
         listening = asyncio.create_task(self._listen(messages, node))
         try:
             async for request in node.requests():
@@ -79,7 +82,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
                 async with asyncio.timeout(_SILENCE_S):
                     request = await anext(requests)
                 if request.HasField("report"):
-                    self._group.report(request.report)
+                    self._group.report(node, request.report)
                 elif request.HasField("ready"):
                     node.take(request.ready)
         self._group.part(node, "has gone")
@@ -95,6 +98,11 @@ async def _hello(requests: AsyncIterator[pb.JoinRequest]) -> int:
     if first is None or not first.hello.node_rank:
         raise WeightSyncError(
             Reason.REQUEST_INVALID, "a node says first which it is, from 1; set --node-rank"
+        )
+    if first.hello.node_rank > _MAX_RANK:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"node_rank is over {_MAX_RANK}; set --node-rank as vLLM has it there",
         )
     if first.hello.server_version != __version__:
         raise WeightSyncError(

@@ -20,6 +20,7 @@ from weightsync_server.register.register import (
     check_key,
     check_prefix,
     check_value,
+    list_in_turn,
     not_creatable,
 )
 from weightsync_server.store.objects.object_client import ObjectClient
@@ -81,6 +82,10 @@ class BucketRegister:
             found = {path[len(_path("")) :]: body for path, body in bodies.items()}
             found |= {key: value for key, (_, value) in (await self._members.alive(above)).items()}
         return {key: found[key] for key in sorted(found) if key.startswith(prefix)}
+
+    async def list_each(self, prefixes: Sequence[str]) -> dict[str, bytes]:
+        """Read many keys, as in `Register`."""
+        return await list_in_turn(self, prefixes)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, as in `Register`."""

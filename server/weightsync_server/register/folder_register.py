@@ -20,6 +20,7 @@ from weightsync_server.register.register import (
     check_key,
     check_prefix,
     check_value,
+    list_in_turn,
     not_creatable,
 )
 
@@ -79,6 +80,10 @@ class FolderRegister:
         check_prefix(prefix)
         with translate_os_errors(f"reading {self.url}"):
             return await in_thread(self._list, prefix)
+
+    async def list_each(self, prefixes: Sequence[str]) -> dict[str, bytes]:
+        """Read many keys, as in `Register`."""
+        return await list_in_turn(self, prefixes)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, as in `Register`."""

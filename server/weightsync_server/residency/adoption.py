@@ -106,7 +106,9 @@ class CheckpointAdoption:
         # Registered only when it turns out to be new: what it is, its content tells.
         record = VersionRecord(self._table.name, version)
         async with self._arriving(record, files, _CHECKPOINT) as manifest:
-            number = await self._number_elsewhere(record, manifest)
+            # Others that use the store may have numbered it meanwhile.
+            await self._commits.catch_up()
+            number = await self._number(record, manifest.content_digest)
             known = self._table.same_content(manifest.content_digest)
             if known is not None:
                 self._stager.hand_over(record, known, manifest)
@@ -116,13 +118,13 @@ class CheckpointAdoption:
                 raise self._table.not_above(record.version)
             record.version = record.version or number or self._table.adoption_version()
             if self._table.find(record.version) is not None:
-                raise WeightSyncError(
-                    Reason.PUSH_ABORTED,
-                    f"version {record.version} is coming in under the number of the engine's "
-                    "checkpoint; retry when it is here",
-                    retry_after_s=1.0,
-                )
-            await self._commit_new(record, manifest, adopted=True)
+                raise _taken(record.version)
+            try:
+                await self._commit_new(record, manifest, adopted=True)
+            except WeightSyncError as error:
+                if error.reason is Reason.VERSION_CONFLICT:
+                    raise _taken(record.version) from error
+                raise
             return record
 
     async def receive(
@@ -154,16 +156,29 @@ class CheckpointAdoption:
             await self._commit_new(record, manifest, adopted=False)
             return record
 
-    async def _number_elsewhere(self, record: VersionRecord, manifest: Manifest) -> int:
-        """Return the number that content has or gets on a follower; 0: this server gives it one."""
-        if self.origin is None or record.version:
+    async def _number(self, record: VersionRecord, content: str) -> int:
+        """Return the number of content that has none here; 0: the table gives it one.
+
+        Who follows takes the origin's. Of servers that use one store the first to create a number
+        there has it, and from then on the one with the newest epoch; content that the others start
+        on stays their own.
+        """
+        if record.version:
             return 0
-        content = manifest.content_digest
+        if self.origin is None:
+            own = not self._table.newest or await self._commits.collects()
+            return 0 if own else local_number(content)
         version = await self.origin.find(content)
-        if version is None:
+        if version is None or self._means_other(version):
             return local_number(content)
         record.metadata.update(version.metadata)
         return version.version
+
+    def _means_other(self, version: CommitRecord) -> bool:
+        """Tell whether the origin's number has other content here, as after it was begun anew."""
+        known = self._table.find(version.version)
+        commit = known.commit if known is not None else None
+        return commit is not None and commit.content_digest != version.content_digest
 
     @contextlib.asynccontextmanager
     async def _arriving(
@@ -238,3 +253,12 @@ class CheckpointAdoption:
                 writes.append(self._fetch.persist(segments[index], shard.size, target))
         await all_done(writes)
         await self._commits.commit(record, manifest, adopted=adopted)
+
+
+def _taken(version: int) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.PUSH_ABORTED,
+        f"version {version} is coming in under the number of the engine's checkpoint; retry when "
+        "it is here",
+        retry_after_s=1.0,
+    )

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["open_reader", "open_store"]
 
+#: Of a server without an identity, in a bucket, where an open push lies below it.
+_UNNAMED = "unnamed"
+
 
 def open_store(url: str, server: str = "") -> Store:
     """Return the store that `url` names, not yet opened.
@@ -31,7 +34,7 @@ def open_store(url: str, server: str = "") -> Store:
     # Fetcher processes import modules of this package and must start without asyncio and gRPC.
     from weightsync_server.store.memory_store import MemoryStore
 
-    return MemoryStore() if url == "memory://" else _lasting(url, server)
+    return MemoryStore() if url == "memory://" else _lasting(url, server, writes=True)
 
 
 def open_reader(url: str) -> VersionReader:
@@ -43,10 +46,10 @@ def open_reader(url: str) -> VersionReader:
     Raises:
         WeightSyncError: NOT_SUPPORTED, naming what is.
     """
-    return _lasting(url, "")
+    return _lasting(url, "", writes=False)
 
 
-def _lasting(url: str, server: str) -> LocalStore | ObjectStore:
+def _lasting(url: str, server: str, *, writes: bool) -> LocalStore | ObjectStore:
     from weightsync_server.store.local.local_store import LocalStore
     from weightsync_server.store.objects.object_keys import is_location
 
@@ -54,7 +57,7 @@ def _lasting(url: str, server: str) -> LocalStore | ObjectStore:
         return LocalStore(Path(url), server)
     parts = urlsplit(url)
     if is_location(url):
-        return _object_store(url, server)
+        return _object_store(url, (server or _UNNAMED) if writes else "")
     plain = not (parts.netloc or parts.query or parts.fragment)
     if parts.scheme == "file" and plain and parts.path.startswith("/"):
         return LocalStore(Path(unquote(parts.path)), server)
@@ -69,10 +72,10 @@ def _object_store(url: str, server: str) -> ObjectStore:
     try:
         from weightsync_server.store.objects.object_store import ObjectStore
     except ModuleNotFoundError as error:
-        if error.name != "obstore":
+        if error.name not in ("blake3", "obstore"):
             raise
         raise WeightSyncError(
             Reason.NOT_SUPPORTED,
-            "a store in a bucket needs obstore; pip install 'weightsync[objects]'",
+            "a store in a bucket needs obstore and blake3; pip install 'weightsync[objects]'",
         ) from None
     return ObjectStore(url, server)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest
+    from weightsync_server.store.objects.piece_digests import PieceDigests
     from weightsync_server.store.store_records import CommitRecord
 
 __all__ = ["VersionReader"]
@@ -36,3 +37,8 @@ class VersionReader(Protocol):
         self, model: str, version: int, shard: int, *, delta: bool = False
     ) -> str | None:
         """Return where a shard lies; see `Store.shard_path`."""
+
+    def pieces(
+        self, model: str, version: int, shard: int, *, delta: bool = False
+    ) -> PieceDigests | None:
+        """Return the digests of a shard's pieces; None: the store has none of that shard."""

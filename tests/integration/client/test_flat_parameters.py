@@ -19,6 +19,9 @@ from tests.integration.client.flat_ranks import FSDP1, RANKS, ZERO3, run
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, Reason
 
+# Each rank imports PyTorch anew, seconds of a processor that others may need as well.
+pytestmark = pytest.mark.timeout(180)
+
 zero3 = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
 )

@@ -32,6 +32,9 @@ from weightsync_client import (
     Way,
 )
 
+# Each rank imports PyTorch anew, seconds of a processor that others may need as well.
+pytestmark = pytest.mark.timeout(180)
+
 ROWS, COLUMNS = 64, 96
 WAIT_S = 2.0
 

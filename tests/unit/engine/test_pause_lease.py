@@ -58,6 +58,24 @@ async def test_a_lease_that_ran_out_is_not_renewed(monkeypatch: pytest.MonkeyPat
     lease.drop()
 
 
+async def test_the_lease_of_another_engine_prolongs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks = Clocks.over(monkeypatch)
+    one, other = PauseLease(lambda _: None), PauseLease(lambda _: None)
+    mine, theirs = one.take(60, FENCING), other.take(60, FENCING)
+    clocks.monotonic += 40
+    # Both are paused for one apply, and each lives by its own server's word.
+    with pytest.raises(WeightSyncError, match="not the present one"):
+        one.renew(theirs, 60)
+    other.renew(theirs, 60)
+    clocks.monotonic += 40
+    assert _refused(one, mine)
+    assert not _refused(other, theirs)
+    one.drop()
+    other.drop()
+
+
 async def test_an_apply_is_open_until_generation_starts() -> None:
     lease = PauseLease(lambda _: None)
     lease.take(60, FENCING)

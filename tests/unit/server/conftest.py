@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,11 @@ from weightsync_server.store.objects.object_client import connect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
+
+    from tests.unit.server.world import Shard
+    from weightsync.shm.segment_socket import OfferedFile
+
+    Offered = Callable[[list[Shard]], list[OfferedFile]]
 
 
 @pytest.fixture
@@ -51,3 +57,22 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     yield reach
     connect.cache_clear()
+
+
+@pytest.fixture
+def offered(tmp_path: Path) -> Iterator[Offered]:
+    """Return a function that offers shards as an engine offers the files of its checkpoint."""
+    fds: list[int] = []
+
+    def offer(shards: list[Shard]) -> list[OfferedFile]:
+        files = []
+        for shard in shards:
+            path = tmp_path / f"{len(fds)}-{shard.name}"
+            path.write_bytes(shard.data)
+            fds.append(os.open(path, os.O_RDONLY))
+            files.append((shard.name, len(shard.data), fds[-1]))
+        return files
+
+    yield offer
+    for fd in fds:
+        os.close(fd)

@@ -126,7 +126,9 @@ class HelloRequest(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     SERVER_ID_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
-    """Version of this contract; they must be equal."""
+    """Version of this contract. One that the bridge does not speak: FAILED_PRECONDITION; the server
+    then asks in the one before, as far as it speaks that.
+    """
     server_version: _builtins.str
     """Release of the server, for logs."""
     server_id: _builtins.str
@@ -165,7 +167,7 @@ class HelloResponse(_message.Message):
     OPEN_APPLY_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
-    """Version of this contract."""
+    """Version of this contract: that of the request."""
     engine_id: _builtins.str
     """New with every start of the engine."""
     vllm_version: _builtins.str

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.engine import (
+    OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     EngineState,
     OnExpiry,
@@ -95,19 +96,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def Hello(self, request: Any, context: Any) -> pb.HelloResponse:
-        """Compare versions and tell what the engine is."""
-        if request.protocol != PROTOCOL_VERSION:
+        """Compare versions and tell what the engine is, in the server's protocol."""
+        if request.protocol not in range(OLDEST_PROTOCOL, PROTOCOL_VERSION + 1):
             raise WeightSyncError(
                 Reason.ENGINE_UNSUPPORTED,
                 f"the server speaks engine protocol {request.protocol}, the bridge "
-                f"{PROTOCOL_VERSION}; install the same weightsync release on both sides",
+                f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}; install the same weightsync release on "
+                "both sides",
             )
         await failpoints.reach("bridge.hello")
         self._driver = request.server_id
         info = await self._engine.hello()
         logger.info("weightsync: server %s connected", request.server_version or "of no release")
         return pb.HelloResponse(
-            protocol=PROTOCOL_VERSION,
+            protocol=request.protocol,
             engine_id=info.engine_id,
             vllm_version=info.vllm_version,
             ranks=info.ranks,

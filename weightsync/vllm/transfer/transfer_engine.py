@@ -138,6 +138,19 @@ class ReceivingTransferEngine(WeightSyncTransferEngine):
         engines = factory.WeightTransferEngineFactory
         return engines.create_engine(own, self.vllm_config, self.device, sink)
 
+    def close_wire(self, wire: Any) -> None:
+        """End the connection, and what a device waits for on it; takes seconds where it waits.
+
+        Args:
+            wire: From `make_wire`; nothing is begun on it any more.
+        """
+        group = getattr(wire, "model_update_group", None)
+        if group is not None:
+            # Before its release 0.32 vLLM's engine only forgets it. A broadcast without a sender
+            # then stays on the device for ever: only an abort, by any thread, takes it from there.
+            group.destroy()
+        wire.shutdown()
+
     def end_update(self, wire: Any) -> None:
         """Let go of what belongs to the trainer; the connection stays."""
         if RECEIVING_BACKENDS[self.config.backend] == "ipc":

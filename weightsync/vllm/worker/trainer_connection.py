@@ -7,6 +7,8 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from weightsync.vllm.worker.update_sink import UpdateSink
 
 __all__ = ["TrainerConnection"]
@@ -19,13 +21,15 @@ class TrainerConnection:
 
     Args:
         wire: vLLM's own engine of the transfer.
+        close: Ends it and what is under way on it; may take seconds.
 
     Attributes:
-        wire: The same.
+        wire: As given.
     """
 
-    def __init__(self, wire: Any) -> None:
+    def __init__(self, wire: Any, close: Callable[[], None]) -> None:
         self.wire = wire
+        self._close = close
         self._lock = threading.Lock()
         self._ended = False
 
@@ -52,7 +56,7 @@ class TrainerConnection:
         # Twice at once would free a communicator twice.
         with self._lock:
             try:
-                self.wire.shutdown()
+                self._close()
             except Exception:
                 logger.exception("weightsync: a connection to a trainer could not be closed")
 

@@ -36,6 +36,9 @@ class TransferEngine(Protocol):
     def make_wire(self, sink: UpdateSink) -> Any:
         """Return vLLM's own engine of the transfer, with a sink for its model."""
 
+    def close_wire(self, wire: Any) -> None:
+        """End the connection, and what a device waits for on it."""
+
     def end_update(self, wire: Any) -> None:
         """Let go of what belongs to the trainer; the connection stays."""
 
@@ -102,7 +105,9 @@ class UpdateReceiver:
         self._leave({})
         wire = self._engine.make_wire(self._sink)
         info = wire.parse_init_info(dict(args["info"]))
-        connection = self._connection = TrainerConnection(wire)
+        connection = self._connection = TrainerConnection(
+            wire, lambda: self._on_device(lambda: self._engine.close_wire(wire))
+        )
         self._begin(lambda: wire.init_transfer_engine(info), connection.end)
 
     def _check(self, args: Mapping[str, Any]) -> None:

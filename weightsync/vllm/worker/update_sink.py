@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -106,15 +106,21 @@ class UpdateSink:
         Raises:
             RuntimeError: Its transfer was left, and what comes are no tensors of it.
         """
-        if self._left:
-            msg = "this update was given up"
-            raise RuntimeError(msg)
         names = set()
         for name, tensor in weights:
+            _wait_for(tensor)
+            # What a transfer that is ended leaves in a tensor is nothing that came.
+            self._check_here()
             names.add(name)
             self.arrived += 1
             self._take(name, tensor)
+        self._check_here()
         return names
+
+    def _check_here(self) -> None:
+        if self._left:
+            msg = "this update was given up"
+            raise RuntimeError(msg)
 
     def end(self) -> None:
         """Take note that nothing more comes of what was begun."""
@@ -155,3 +161,10 @@ class UpdateSink:
                 self._file.write(name, tensor)
             except Exception as error:  # noqa: BLE001 - see the class
                 self.fail(f"tensor {name[:100]!r} could not be kept ({error})")
+
+
+def _wait_for(tensor: torch.Tensor) -> None:
+    """Return when a tensor is there: a transfer only queues what fills it."""
+    if tensor.is_cuda:
+        stream: Any = torch.cuda.current_stream(tensor.device)
+        stream.synchronize()

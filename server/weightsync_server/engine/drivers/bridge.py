@@ -10,6 +10,7 @@ import grpc
 
 from weightsync import __version__
 from weightsync.engine import (
+    OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     EngineHealth,
     EngineInfo,
@@ -87,16 +88,7 @@ class BridgeEngine:
 
     async def hello(self) -> EngineInfo:
         """Compare protocol versions and tell what the engine is."""
-        request = pb.HelloRequest(
-            protocol=PROTOCOL_VERSION, server_version=__version__, server_id=self._id
-        )
-        answer = await self._call(self._stub.Hello(request, timeout=_QUICK_S))
-        if answer.protocol != PROTOCOL_VERSION:
-            raise WeightSyncError(
-                Reason.ENGINE_UNSUPPORTED,
-                f"the plugin in vLLM speaks protocol {answer.protocol}, this server "
-                f"{PROTOCOL_VERSION}; install the same weightsync release on both sides",
-            )
+        answer = await self._agree(PROTOCOL_VERSION)
         self._greeted = answer.engine_id
         return EngineInfo(
             engine_id=answer.engine_id,
@@ -112,6 +104,28 @@ class BridgeEngine:
             open_apply=from_message(answer.open_apply),
             nodes=answer.nodes or 1,
         )
+
+    async def _agree(self, protocol: int) -> pb.HelloResponse:
+        """Say hello in this protocol or, where the bridge does not speak it, in one before.
+
+        Raises:
+            WeightSyncError: ENGINE_UNSUPPORTED: the bridge speaks none of this release's.
+        """
+        request = pb.HelloRequest(protocol=protocol, server_version=__version__, server_id=self._id)
+        try:
+            answer = await self._call(self._stub.Hello(request, timeout=_QUICK_S))
+        except WeightSyncError as error:
+            if error.reason is not Reason.ENGINE_UNSUPPORTED or protocol <= OLDEST_PROTOCOL:
+                raise
+            return await self._agree(protocol - 1)
+        if answer.protocol != protocol:
+            raise WeightSyncError(
+                Reason.ENGINE_UNSUPPORTED,
+                f"the plugin in vLLM speaks protocol {answer.protocol}, this server "
+                f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}; install the same weightsync release on "
+                "both sides",
+            )
+        return answer
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         """Return when generation stands still; the pause ends by itself after `lease_s`."""

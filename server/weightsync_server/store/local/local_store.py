@@ -26,7 +26,7 @@ from weightsync_server.ops import durable_files
 from weightsync_server.ops.os_errors import read_fault, write_fault
 from weightsync_server.ops.tasks import in_thread
 from weightsync_server.store.documents import read_document, write_document
-from weightsync_server.store.local.committed_versions import committed_versions, version_stamps
+from weightsync_server.store.local.committed_versions import FolderReader
 from weightsync_server.store.local.open_pushes import (
     RECORD,
     forget_push,
@@ -85,6 +85,7 @@ class LocalStore:
         self._server = server
         self.url = self._root.as_uri()
         self.lost: list[str] = []
+        self._reader = FolderReader(self._root)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def open(self) -> list[CommitRecord]:
@@ -103,6 +104,9 @@ class LocalStore:
     def shard_path(self, model: str, version: int, shard: int, *, delta: bool = False) -> str:
         """Return the path to persist a shard to and load it from."""
         return str(self._directory(model, version) / shard_name(shard, delta=delta))
+
+    def pieces(self, model: str, version: int, shard: int, *, delta: bool = False) -> None:
+        """Return None: what reads files reads no cache."""
 
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
@@ -165,11 +169,11 @@ class LocalStore:
 
     async def committed(self, model: str) -> list[CommitRecord]:
         """Return the versions that exist now, by number; the folder need not be opened for that."""
-        return await self._read(model, "versions", committed_versions, self._root, model)
+        return await self._read(model, "versions", self._reader.versions, model)
 
     async def stamps(self, model: str) -> frozenset[str]:
         """Return what changes with the versions that exist, for little."""
-        return await self._read(model, "versions", version_stamps, self._root, model)
+        return await self._read(model, "versions", self._reader.stamps, model)
 
     async def collects(self, model: str) -> bool:
         """Return True: a folder does not know who has an epoch."""

@@ -29,7 +29,7 @@ from weightsync_server.store.protocol import check_epoch
 
 if TYPE_CHECKING:
     from weightsync_server.store.objects.object_client import ObjectClient
-    from weightsync_server.store.objects.object_keys import ShardName
+    from weightsync_server.store.objects.shard_receipts import ShardReceipt
     from weightsync_server.store.store_records import CommitRecord
 
 __all__ = ["ModelObjects"]
@@ -133,8 +133,8 @@ class ModelObjects:
             self._put_manifest(manifest),
             self._put_manifest(delta or manifest),
         )
-        full = StoredForm(digest, () if delta else shards)
-        form = StoredForm(changes, shards) if delta else None
+        full = StoredForm.of(digest, () if delta else shards)
+        form = StoredForm.of(changes, shards) if delta else None
         version = StoredVersion(name, record, full, form)
         await self._client.put(self.catalog.facts_key(name, version.body()), version.facts())
         return version
@@ -146,8 +146,8 @@ class ModelObjects:
 
     async def _shards(
         self, record: CommitRecord, manifest: Manifest, *, delta: bool
-    ) -> tuple[ShardName, ...]:
-        """Return the names of uploaded shards, all of which are there, and for long enough.
+    ) -> list[ShardReceipt]:
+        """Return the receipts of uploaded shards, all of which are there, and for long enough.
 
         Raises:
             WeightSyncError: PUSH_INCOMPLETE, naming what is missing.
@@ -175,7 +175,7 @@ class ModelObjects:
                 f"version {record.version} of {record.model} is not whole in the store: "
                 f"{'; '.join(lacking[:10])}; push it again",
             )
-        return tuple(names)
+        return [receipts[index] for index in range(len(sizes))]
 
     async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
         """Keep a delta in full from now on; see `Store.fold`."""
@@ -186,7 +186,7 @@ class ModelObjects:
         if before.delta is None:
             return
         shards = await self._shards(record, manifest, delta=False)
-        after = before.folded(record, shards)
+        after = before.folded(record, StoredForm.of(before.full.manifest, shards))
         key = self.catalog.key("full", before.name)
         await self._client.put(key, encode_document(after.full.to_json()))
         self.catalog.known[record.version] = after
@@ -210,7 +210,14 @@ class ModelObjects:
                 f"the manifest of version {version} of {self._model} is damaged; restore the "
                 "object or push the version anew",
             )
-        return await asyncio.to_thread(Manifest.from_json, body)
+        try:
+            return await asyncio.to_thread(Manifest.from_json, body)
+        except ValueError as error:
+            raise WeightSyncError(
+                Reason.DATA_CORRUPT,
+                f"the manifest of version {version} of {self._model} cannot be read ({error}); "
+                "push the version anew",
+            ) from error
 
     async def delete(self, version: int) -> None:
         """Remove a version, its record first; see `Store.delete`.

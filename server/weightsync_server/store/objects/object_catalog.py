@@ -15,8 +15,10 @@ from weightsync_server.store.objects.stored_versions import StoredVersion
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from weightsync_server.store.objects.object_client import ObjectClient
-    from weightsync_server.store.objects.object_fences import ObjectFence
+    from weightsync_server.store.objects.object_client import ObjectClient, ObjectFacts
+    from weightsync_server.store.objects.object_fences import Floor, ObjectFence
+
+    _Seen = tuple[ObjectFacts, ObjectFacts | None]
 
 __all__ = ["ObjectCatalog"]
 
@@ -42,22 +44,50 @@ class ObjectCatalog:
         self._client = client
         self._model = model
         self._fence = fence
+        #: By record, as of the last look: what the store said of it and of its fold, and what it is
+        #: (None: it is damaged).
+        self._seen: dict[RecordName, tuple[_Seen, StoredVersion | None]] = {}
+        self._undecided = False
 
     async def refresh(self) -> None:
-        """Look which versions exist now."""
+        """Look which versions exist now; records that have not changed are not read again."""
         names = await self._fence.records()
         floor = await self._fence.floor()
-        found = await self._read({name for name in names if floor.counts(name)})
-        self.known = {version.name.version: version for version in found}
+        folds = await self._client.list_under(f"{self._model}/full")
+        self._undecided = floor.undecided > 0
+        seen = {
+            name: (names[name], folds.get(self.key("full", name)))
+            for name in names
+            if self._counts(floor, name)
+        }
+        before = {name: known for name, known in self._seen.items() if known[0] == seen.get(name)}
+        read = {one.name: one for one in await self._read(seen.keys() - before.keys())}
+        now = {
+            name: (facts, read.get(name))
+            for name, facts in seen.items()
+            if name in read or name.version in self.damaged
+        }
+        self._seen = now | before
+        self.known = {
+            name.version: version
+            for name, (_, version) in sorted(self._seen.items())
+            if version is not None
+        }
         for version in self.damaged.keys() - {name.version for name in names}:
             del self.damaged[version]
+
+    def _counts(self, floor: Floor, name: RecordName) -> bool:
+        # Once and for ever, also where it is undecided what else does.
+        return floor.counts(name) or (floor.undecided > 0 and name in self._seen)
 
     async def stamps(self) -> frozenset[str]:
         """Return the keys that change whenever a version comes, goes or is kept in another form.
 
         Which of the records count is final once they are listed: an epoch changes nothing of that.
+        Where it was undecided the floors tell.
         """
-        folders = (f"{self._model}/{folder}" for folder in ("versions", "full"))
+        changing = ("versions", "full", *(["floors"] if self._undecided else []))
+        folders = (f"{self._model}/{folder}" for folder in changing)
         listed = await asyncio.gather(*map(self._client.list_under, folders))
         return frozenset().union(*listed)
 
@@ -79,7 +109,7 @@ class ObjectCatalog:
         listed = await self._client.list_under(prefix)
         names = {record_name(f"{version}{key[len(prefix) :]}") for key in listed} - {None}
         floor = await self._fence.floor()
-        found = await self._read({name for name in names if name and floor.counts(name)})
+        found = await self._read({name for name in names if name and self._counts(floor, name)})
         if version in self.damaged:
             raise WeightSyncError(Reason.DATA_CORRUPT, self.damaged[version])
         return found[0] if found else None

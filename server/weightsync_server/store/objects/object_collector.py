@@ -87,9 +87,9 @@ async def sweep(
         pushes: Those that are open.
     """
     now = await store_time(client, clock)
-    found = await client.list_under(f"{model}/shards") | await client.list_under(
-        f"{model}/manifests"
-    )
+    found: dict[str, ObjectFacts] = {}
+    for folder in ("shards", "manifests", "facts", "full"):
+        found |= await client.list_under(f"{model}/{folder}")
     old = _older(found, now, UNCOMMITTED_FOR)
     _, evidence = await pushes.all_receipts()
     # A push whose server never came back for it.
@@ -101,10 +101,17 @@ async def sweep(
     for version in await versions():
         kept |= {shard_key(model, name) for name in version.kept.shards}
         kept |= {f"{model}/manifests/{digest}.json" for digest in version.manifests}
+        number = version.record.version
+        kept |= {key for key in old if key.startswith(_of_version(model, number))}
     doomed = sorted(key for key in old - kept if _is_ours(key))
     if doomed:
         logger.info("removing %d objects of %s that no version names", len(doomed), model)
         await client.delete(doomed)
+
+
+def _of_version(model: str, version: int) -> tuple[str, str]:
+    """Return what the keys begin with that tell of a version, beside its record."""
+    return f"{model}/facts/{version}/", f"{model}/full/{version}/"
 
 
 def _older(found: dict[str, ObjectFacts], now: datetime, age: timedelta) -> set[str]:

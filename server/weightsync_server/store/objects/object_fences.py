@@ -17,7 +17,7 @@ from weightsync_server.store.objects.object_keys import RecordName, numbered, re
 from weightsync_server.store.protocol import check_epoch
 
 if TYPE_CHECKING:
-    from weightsync_server.store.objects.object_client import ObjectClient
+    from weightsync_server.store.objects.object_client import ObjectClient, ObjectFacts
 
 __all__ = ["Floor", "ObjectFence"]
 
@@ -28,14 +28,16 @@ class Floor(NamedTuple):
     Attributes:
         epoch: That epoch.
         names: The records of older epochs that count.
+        undecided: A newer epoch, whose floor is missing; 0: there is none.
     """
 
     epoch: int
     names: frozenset[RecordName]
+    undecided: int = 0
 
     def counts(self, name: RecordName) -> bool:
         """Tell whether a record makes its version exist."""
-        return name.epoch >= self.epoch or name in self.names
+        return name in self.names or (name.epoch >= self.epoch and not self.undecided)
 
 
 class ObjectFence:
@@ -44,7 +46,7 @@ class ObjectFence:
     Args:
         client: The store.
         model: Its name.
-        server: Identity of this server.
+        server: Identity of this server; empty: it only reads.
     """
 
     def __init__(self, client: ObjectClient, model: str, server: str) -> None:
@@ -105,22 +107,23 @@ class ObjectFence:
             )
         self._ours = epoch
 
-    async def records(self) -> set[RecordName]:
-        """Return the names of all records, whether they count or not."""
+    async def records(self) -> dict[RecordName, ObjectFacts]:
+        """Return all records by name, whether they count or not."""
         prefix = f"{self._model}/versions"
-        found = (
-            record_name(key[len(prefix) + 1 :]) for key in await self._client.list_under(prefix)
-        )
-        return {name for name in found if name is not None}
+        listed = (await self._client.list_under(prefix)).items()
+        found = ((record_name(key[len(prefix) + 1 :]), facts) for key, facts in listed)
+        return {name: facts for name, facts in found if name is not None}
 
     async def floor(self) -> Floor:
         """Return the newest floor; it is made, with those below it, where it is missing.
 
-        What it tells of a record that was listed before is final.
+        What it tells of a record that was listed before is final, unless that is undecided.
         """
         floors, epochs = await self._numbers("floors"), await self._numbers("epochs")
         last = await self._floor(max(floors)) if floors else Floor(0, frozenset())
         for epoch in sorted(epoch for epoch in epochs if epoch > last.epoch):
+            if not self._server:
+                return last._replace(undecided=epoch)
             last = await self._make(epoch, last)
         return last
 

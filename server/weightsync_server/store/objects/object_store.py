@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
 
     from weightsync.model.manifest import Manifest
+    from weightsync_server.store.objects.piece_digests import PieceDigests
+    from weightsync_server.store.objects.stored_versions import StoredForm
     from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
 
 __all__ = ["ObjectStore"]
@@ -35,7 +37,8 @@ class ObjectStore:
 
     Args:
         url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
-        server: Identity of the server: another one's open pushes are left alone.
+        server: Identity of the server: another one's open pushes are left alone. Empty: nothing is
+            written.
 
     Raises:
         WeightSyncError: NOT_SUPPORTED: the URL is no such.
@@ -46,7 +49,7 @@ class ObjectStore:
 
     def __init__(self, url: str, server: str = "") -> None:
         self._client = ObjectClient(url)
-        self._server = server or "unnamed"
+        self._server = server
         self.url = self._client.url
         self.lost: list[str] = []
         self._models: dict[str, ModelObjects] = {}
@@ -91,11 +94,27 @@ class ObjectStore:
         check_version(version)
         if type(shard) is not int or shard < 0:
             raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is no index")
-        known = self._of(model).catalog.known.get(version)
-        form = None if known is None else known.delta if delta else known.full
+        form = self._form(model, version, delta=delta)
         if form is not None and shard < len(form.shards):
             return f"{self.url}/{shard_key(model, form.shards[shard])}"
+        if not self._server:
+            raise WeightSyncError(
+                Reason.VERSION_UNKNOWN,
+                f"version {version} of {model} is not in {self.url} any more, or in another form; "
+                "it is looked for again",
+            )
         return f"{self.url}/{self._of(model).pushes.receipt_key(version, shard, delta=delta)}"
+
+    def pieces(
+        self, model: str, version: int, shard: int, *, delta: bool = False
+    ) -> PieceDigests | None:
+        """Return the digests of a committed shard's pieces, as the commit record tells them."""
+        form = self._form(model, version, delta=delta)
+        return form.pieces[shard] if form is not None and form.pieces else None
+
+    def _form(self, model: str, version: int, *, delta: bool) -> StoredForm | None:
+        known = self._of(model).catalog.known.get(version)
+        return None if known is None else known.delta if delta else known.full
 
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None

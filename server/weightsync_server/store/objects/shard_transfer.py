@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import obstore
 import xxhash
+from blake3 import blake3
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.store.objects.object_client import ABSENT, connect, refusing, split_url
 from weightsync_server.store.objects.object_keys import ShardName, is_receipt, object_of
+from weightsync_server.store.objects.piece_digests import PIECE_BYTES, PieceDigests
 from weightsync_server.store.objects.shard_receipts import ShardReceipt
 
 if TYPE_CHECKING:
@@ -26,14 +28,22 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import ShardEntry
 
-__all__ = ["REUSED_FOR", "download", "receipt_at", "shard_name", "upload"]
+__all__ = [
+    "DOWNLOADS",
+    "REUSED_FOR",
+    "StoredShard",
+    "download",
+    "receipt_at",
+    "shard_name",
+    "upload",
+]
 
 #: Age up to which bytes that are there are not put again. A collector removes them at twice that.
 REUSED_FOR = timedelta(hours=12)
 
 #: Parts of an upload, and ranges of a download.
-_PIECE = 16 << 20
-_UPLOADS, _DOWNLOADS = 6, 8
+_RANGE = 16 << 20
+_UPLOADS, DOWNLOADS = 6, 8
 
 
 def shard_name(view: memoryview, look: Callable[[], None]) -> ShardName:
@@ -47,6 +57,16 @@ def shard_name(view: memoryview, look: Callable[[], None]) -> ShardName:
     for piece in _pieces(view, look):
         digest.update(piece)
     return ShardName(digest.hexdigest(), len(view))
+
+
+def _digests(view: memoryview, look: Callable[[], None]) -> PieceDigests:
+    found = []
+    for begin in range(0, len(view), PIECE_BYTES):
+        digest = blake3()
+        for piece in _pieces(view[begin : begin + PIECE_BYTES], look):
+            digest.update(piece)
+        found.append(digest.digest())
+    return PieceDigests(PIECE_BYTES, b"".join(found))
 
 
 def upload(
@@ -77,9 +97,10 @@ def upload(
     if not is_receipt(place):
         _check_same(name, place)
         return
-    receipt = ShardReceipt(name, header_digest=header_digest)
+    pieces = _digests(view, look)
+    receipt = ShardReceipt(name, header_digest=header_digest, pieces=pieces)
     if entry is not None:
-        receipt = ShardReceipt(name, entry.name, entry.header_size, header_digest)
+        receipt = ShardReceipt(name, entry.name, entry.header_size, header_digest, pieces)
     bucket, target = _at(object_of(place, name))
     _, key = _at(place)
     with refusing(f"writing shard {place.rpartition('/')[2]}"):
@@ -122,17 +143,11 @@ def download(place: str, view: memoryview, look: Callable[[], None]) -> None:
     """
     if is_receipt(place):
         place = object_of(place, receipt_at(place).object)
-    bucket, key = _at(place)
-    size = _size(bucket, key)
-    if size != len(view):
-        raise WeightSyncError(
-            Reason.DATA_CORRUPT,
-            f"a stored shard has {size} bytes and should have {len(view)}; push the version again "
-            "or restore the object",
-        )
-    with ThreadPoolExecutor(_DOWNLOADS, "download") as threads:
-        begins = range(0, size, _PIECE)
-        ranges = [threads.submit(_fill, bucket, key, view, begin) for begin in begins]
+    shard = StoredShard(place, view)
+    shard.check_size()
+    with ThreadPoolExecutor(DOWNLOADS, "download") as threads:
+        begins = range(0, len(view), _RANGE)
+        ranges = [threads.submit(shard.fill, at, min(at + _RANGE, len(view))) for at in begins]
         try:
             for one in ranges:
                 one.result()
@@ -142,6 +157,48 @@ def download(place: str, view: memoryview, look: Callable[[], None]) -> None:
                 one.cancel()
 
 
+class StoredShard:
+    """The bytes of a shard in the store, and the memory that takes them.
+
+    Args:
+        place: Of its bytes.
+        view: Of as many bytes as it should have.
+    """
+
+    def __init__(self, place: str, view: memoryview) -> None:
+        self._bucket, self._key = _at(place)
+        self._view = view
+
+    def check_size(self) -> None:
+        """Refuse it if it has another size.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT, FAULT, REQUEST_INVALID.
+        """
+        size = _size(self._bucket, self._key)
+        if size != len(self._view):
+            raise WeightSyncError(
+                Reason.DATA_CORRUPT,
+                f"a stored shard has {size} bytes and should have {len(self._view)}; push the "
+                "version again or restore the object",
+            )
+
+    def fill(self, begin: int, end: int) -> None:
+        """Read some bytes to where they belong.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT: it is not there; FAULT, REQUEST_INVALID.
+        """
+        with refusing("reading a stored shard"):
+            try:
+                for at in range(begin, end, _RANGE):
+                    to = min(at + _RANGE, end)
+                    data = obstore.get_range(self._bucket, self._key, start=at, end=to)
+                    self._view[at:to] = memoryview(data)
+            except ABSENT as error:
+                raise _missing(self._key) from error
+
+
 def _check_same(name: ShardName, place: str) -> None:
     if place.rpartition("/")[2] != str(name):
         raise WeightSyncError(
@@ -149,15 +206,6 @@ def _check_same(name: ShardName, place: str) -> None:
             "the version was committed with other content meanwhile, through another server; push "
             "a higher version",
         )
-
-
-def _fill(bucket: Bucket, key: str, view: memoryview, begin: int) -> None:
-    end = min(begin + _PIECE, len(view))
-    with refusing("reading a stored shard"):
-        try:
-            view[begin:end] = memoryview(obstore.get_range(bucket, key, start=begin, end=end))
-        except ABSENT as error:
-            raise _missing(key) from error
 
 
 def _size(bucket: Bucket, key: str) -> int:
@@ -177,11 +225,11 @@ def _modified(bucket: Bucket, key: str, size: int | None = None) -> datetime | N
 
 
 def _put(bucket: Bucket, key: str, view: memoryview, look: Callable[[], None]) -> None:
-    if len(view) <= _PIECE:
+    if len(view) <= _RANGE:
         _put_small(bucket, key, bytes(view))
         return
     pieces = _pieces(view, look)
-    obstore.put(bucket, key, pieces, chunk_size=_PIECE, max_concurrency=_UPLOADS)
+    obstore.put(bucket, key, pieces, chunk_size=_RANGE, max_concurrency=_UPLOADS)
 
 
 def _put_small(bucket: Bucket, key: str, data: bytes) -> None:
@@ -189,9 +237,9 @@ def _put_small(bucket: Bucket, key: str, data: bytes) -> None:
 
 
 def _pieces(view: memoryview, look: Callable[[], None]) -> Iterator[memoryview]:
-    for begin in range(0, len(view), _PIECE):
+    for begin in range(0, len(view), _RANGE):
         look()
-        yield view[begin : begin + _PIECE]
+        yield view[begin : begin + _RANGE]
 
 
 def _at(place: str) -> tuple[Bucket, str]:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync_server.store.documents import decode_document, encode_document
 from weightsync_server.store.objects.object_keys import RecordName, ShardName
+from weightsync_server.store.objects.piece_digests import PieceDigests
 from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from weightsync_server.store.objects.shard_receipts import ShardReceipt
 
 __all__ = ["StoredForm", "StoredVersion"]
 
@@ -26,14 +29,29 @@ class StoredForm:
     Attributes:
         manifest: xxh3-128 of the manifest as it was written, hexadecimal.
         shards: In the order of their index.
+        pieces: Digests of their pieces, in the same order; empty: not known.
     """
 
     manifest: str
     shards: tuple[ShardName, ...]
+    pieces: tuple[PieceDigests, ...] = ()
+
+    @classmethod
+    def of(cls, manifest: str, receipts: Sequence[ShardReceipt]) -> StoredForm:
+        """Return the form whose shards were put as receipts tell."""
+        pieces = tuple(one.pieces for one in receipts if one.pieces is not None)
+        known = pieces if len(pieces) == len(receipts) else ()
+        return cls(manifest, tuple(one.object for one in receipts), known)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
-        return {"manifest": self.manifest, "shards": [str(name) for name in self.shards]}
+        document: dict[str, Any] = {
+            "manifest": self.manifest,
+            "shards": [str(name) for name in self.shards],
+        }
+        if self.pieces:
+            document["pieces"] = [pieces.to_json() for pieces in self.pieces]
+        return document
 
     @classmethod
     def from_json(cls, document: Any) -> StoredForm:
@@ -46,9 +64,15 @@ class StoredForm:
             manifest, names = document["manifest"], document["shards"]
             if type(manifest) is not str or "/" in manifest or type(names) is not list:
                 raise ValueError("a form has a field of another type")
-            return cls(manifest, tuple(ShardName.parse(str(name)) for name in names))
+            shards = tuple(ShardName.parse(str(name)) for name in names)
+            pieces = tuple(map(PieceDigests.from_json, document.get("pieces", ())))
         except (KeyError, TypeError) as error:
             raise ValueError(f"a form is incomplete: {error}") from error
+        if pieces:
+            pairs = zip(pieces, shards, strict=True)
+            if not all(one.cover(name.size) for one, name in pairs):
+                raise ValueError("digests of pieces do not cover their shard")
+        return cls(manifest, shards, pieces)
 
 
 @dataclass(frozen=True)
@@ -95,9 +119,9 @@ class StoredVersion:
         record = self.record.to_json()
         return encode_document({name: record[name] for name in _FACTS})
 
-    def folded(self, record: CommitRecord, shards: Sequence[ShardName]) -> StoredVersion:
-        """Return it kept in full from now on."""
-        full = StoredForm(self.full.manifest, tuple(shards))
+    def folded(self, record: CommitRecord, form: StoredForm) -> StoredVersion:
+        """Return it kept in full from now on, with the shards of `form`."""
+        full = replace(form, manifest=self.full.manifest)
         return replace(self, record=record, full=full, delta=None)
 
     def with_facts(self, facts: bytes | None) -> StoredVersion:
@@ -134,7 +158,7 @@ class StoredVersion:
         if delta is None or full is None:
             return found
         whole = replace(record, base_version=0, base_content_digest="", delta_bytes=0)
-        return found.folded(whole, StoredForm.from_json(decode_document(full)).shards)
+        return found.folded(whole, StoredForm.from_json(decode_document(full)))
 
 
 def _mapping(value: Any) -> dict[str, Any]:

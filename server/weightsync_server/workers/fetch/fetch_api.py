@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 from abc import ABC, abstractmethod
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.model.digest import DIGEST_BYTES
+from weightsync_server.store.objects.piece_digests import CacheOutcome
 from weightsync_server.workers.fetch.delta_summary import unpack_changes
 from weightsync_server.workers.runtime.notes import noted
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from weightsync.model.box_spans import BoxSpan
     from weightsync.model.manifest import ShardEntry
     from weightsync.shm.segments import Segment
+    from weightsync_server.store.objects.piece_digests import PieceDigests
     from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
 
 __all__ = ["ComposeOrder", "FetchApi", "GpuSource", "PatchOrder", "Piece", "StridedPiece"]
@@ -270,6 +273,26 @@ class FetchApi(ABC):
             await self._transfer("load", segment, size, fills=True, source=source_fd)
         else:
             await self._transfer("load", segment, size, fills=True, source_fd=source_fd)
+
+    async def load_cached(
+        self, place: str, url: str, pieces: PieceDigests, size: int, segment: Segment
+    ) -> CacheOutcome:
+        """Fill the first `size` bytes of a segment with a shard that a cache may have, unchanged.
+
+        Args:
+            place: Of the shard in its store, which has what the cache lacks.
+            url: Of the shard in the cache.
+            pieces: Prove what comes from there.
+            size: Exact length of the shard in bytes.
+            segment: Takes the bytes; when this raises, it holds anything.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT, FAULT, FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        with noted({"url": url, "pieces": pieces.to_json()}) as fd:
+            facts: dict[str, Any] = {"fills": True, "source": place, "source_fd": fd}
+            blob = await self._transfer("load_cached", segment, size, **facts)
+        return CacheOutcome(*json.loads(blob))
 
     async def collect(self, segment: Segment, source: GpuSource) -> None:
         """Fill parts of a segment with memory that another process holds on a GPU.

@@ -121,7 +121,7 @@ class _Child:
         op, view = request["op"], views[0]
         place = request.get("target") or request.get("source")
         if place is not None and op not in _OF_DELTAS and is_location(place):
-            return _on_object(request, place, view, stop)
+            return _on_object(request, place, view, fds, stop)
         if op in _OF_DELTAS:
             return self._on_delta(request, views, fds, stop)
         if "shard" in request:
@@ -231,7 +231,7 @@ def _on_shard(request: dict[str, Any], view: memoryview, stop: threading.Event) 
 
 
 def _on_object(
-    request: dict[str, Any], place: str, view: memoryview, stop: threading.Event
+    request: dict[str, Any], place: str, view: memoryview, fds: list[int], stop: threading.Event
 ) -> bytes:
     # Not at the top: what speaks with buckets is an extra.
     from weightsync_server.workers.fetch import object_tasks
@@ -246,6 +246,8 @@ def _on_object(
         return good.to_bytes(8, "big")
     elif op == "load":
         object_tasks.load(view, place, stop)
+    elif op == "load_cached":
+        return object_tasks.load_cached(view, place, fds[0], stop)
     else:
         raise ValueError(f"unknown op {op!r} on an object")
     return b""

@@ -7,11 +7,13 @@ server's event loop. The store's client releases the GIL.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import tensor_digest
+from weightsync_server.store.objects.piece_digests import PieceDigests
 from weightsync_server.store.objects.shard_transfer import (
     download,
     receipt_at,
@@ -19,13 +21,14 @@ from weightsync_server.store.objects.shard_transfer import (
     upload,
 )
 from weightsync_server.workers.fetch.shard_tasks import look
+from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     import threading
 
     from weightsync.model.manifest import ShardEntry
 
-__all__ = ["keep", "load", "persist", "read", "restore"]
+__all__ = ["keep", "load", "load_cached", "persist", "read", "restore"]
 
 
 def persist(view: memoryview, target: str, stop: threading.Event) -> None:
@@ -78,6 +81,22 @@ def load(view: memoryview, source: str, stop: threading.Event) -> None:
         Cancelled: The server no longer wants it.
     """
     download(source, view, partial(look, stop))
+
+
+def load_cached(view: memoryview, place: str, note_fd: int, stop: threading.Event) -> bytes:
+    """Fill `view` with a whole shard, from a cache as far as that is right; return what it was.
+
+    Raises:
+        WeightSyncError: As `load`.
+        Cancelled: The server no longer wants it.
+    """
+    # Not at the top: only a follower with a cache speaks with one.
+    from weightsync_server.store.objects.cached_transfer import download_cached
+
+    note = read_note(note_fd)
+    pieces = PieceDigests.from_json(note["pieces"])
+    outcome = download_cached(place, note["url"], pieces, view, partial(look, stop))
+    return json.dumps(outcome).encode()
 
 
 def read(size: int, source: str, stop: threading.Event) -> memoryview:

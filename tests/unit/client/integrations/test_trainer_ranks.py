@@ -19,6 +19,9 @@ from weightsync_client.integrations.trainer_ranks import TrainerRanks, holds_par
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Each rank imports PyTorch anew, seconds of a processor that others may need as well.
+pytestmark = pytest.mark.timeout(180)
+
 RANKS = 3
 
 

@@ -26,6 +26,9 @@ from weightsync_client.source.tensors import Scratch
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Each rank imports PyTorch anew, seconds of a processor that others may need as well.
+pytestmark = pytest.mark.timeout(180)
+
 RANKS = 4
 
 

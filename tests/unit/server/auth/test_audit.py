@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +24,11 @@ class _Servicer:
     async def DeleteVersion(self, request: Any, context: Any) -> Any:  # noqa: N802 - an RPC
         self.deleted.append(request.version)
         return pb.DeleteVersionResponse()
+
+    async def Join(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - an RPC
+        for request in requests:
+            self.deleted.append(request)
+            yield request
 
     async def GetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802 - an RPC
         return pb.GetStatusResponse()
@@ -81,6 +86,18 @@ async def test_with_one_it_does_its_work(servicer: _Servicer, metrics: Metrics) 
     await servicer.DeleteVersion(pb.DeleteVersionRequest(version=3), None)
     assert servicer.deleted == [3]
     assert metrics.violations()["authority"] == 0
+
+
+async def test_a_stream_of_answers_is_witnessed_as_well(
+    servicer: _Servicer, metrics: Metrics
+) -> None:
+    with pytest.raises(WeightSyncError):
+        await anext(servicer.Join([1], None))
+    assert (servicer.deleted, metrics.violations()["authority"]) == ([], 1)
+    caller = _caller(Role.MEMBER, "/weightsync.node.v1.NodeService/Join")
+    CALLER.set(caller)
+    assert [answer async for answer in servicer.Join([1, 2], None)] == [1, 2]
+    assert caller.worked
 
 
 def test_names_cannot_forge_a_line(metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:

@@ -125,6 +125,24 @@ async def test_a_copy_of_everything_was_compared_in_its_pause(it: Plant) -> None
     assert _checks(it) == {"passed": 0, "failed": 0, "cancelled": 0}
 
 
+async def test_a_version_is_compared_when_every_engine_that_serves_it_was(it: Plant) -> None:
+    serving, own = it.here.model.serving, it.keeper.served
+    first = _info(it, 1).live_check_time.ToNanoseconds()
+    other = serving.engine("other")
+    other.set_live(1)
+    assert _info(it, 1).live_check == pb.LIVE_CHECK_PENDING
+    other.set_live_check(1, pb.LIVE_CHECK_FAILED)
+    own.set_live_check(1, pb.LIVE_CHECK_PASSED)
+    assert _info(it, 1).live_check == pb.LIVE_CHECK_FAILED, "that of another engine hides nothing"
+    other.set_live_check(1, pb.LIVE_CHECK_PASSED)
+    assert _info(it, 1).live_check == pb.LIVE_CHECK_PASSED
+    assert _info(it, 1).live_check_time.ToNanoseconds() > first
+    other.set_live_check(1, pb.LIVE_CHECK_PENDING)
+    assert not _info(it, 1).HasField("live_check_time")
+    serving.forget("other")
+    assert _info(it, 1).live_check == pb.LIVE_CHECK_PASSED
+
+
 class StagingEngine(Engine):
     """Compares a commit with what it has staged itself, and tells what it has on its device."""
 

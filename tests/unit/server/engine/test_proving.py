@@ -246,6 +246,27 @@ async def test_ranks_that_read_anew_are_proved_anew(
     assert engine.serves == 1
 
 
+async def test_nodes_stage_before_a_capture_pauses(
+    it: Plant, engine: Telling, digests: Digests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.reads = [3]
+    engine.end = {"phase": "needs_capture"}
+    assert it.keeper._session is not None
+    ranks = it.keeper._session.ranks
+    stage = ranks.stage
+
+    async def staged(*args: Any) -> None:
+        engine.calls.append("stage")
+        await stage(*args)
+
+    monkeypatch.setattr(ranks, "stage", staged)
+    before = len(engine.calls)
+    assert (await it.apply(2)).outcome == pb.APPLY_OUTCOME_APPLIED
+    made = [call for call in engine.calls[before:] if call in ("stage", "pause", "capture")]
+    # It pauses once more for the apply itself.
+    assert made == ["stage", "pause", "capture", "pause"]
+
+
 async def test_a_resume_after_a_capture_is_tried_again(
     it: Plant, engine: Telling, digests: Digests
 ) -> None:

@@ -10,9 +10,13 @@ import pytest
 from tests.unit.server.engine.plant import until
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.name_sets import pack, unpack
+from weightsync.node.v1 import node_pb2 as node_pb
 from weightsync.shm.segment_socket import SegmentClient, SegmentServer
+from weightsync.shm.segments import Segment
 from weightsync.shm.status_page import PageWriter
 from weightsync_server.engine.ranks import Ranks
+from weightsync_server.nodes import EngineNodes, NodeGroup
+from weightsync_server.nodes.joined_node import JoinedNode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -404,6 +408,31 @@ async def test_close_withdraws_the_pages(workers: Workers, server: SegmentServer
     ranks.close()
     assert not server._published
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+async def test_a_capture_waits_for_no_node_in_its_pause(
+    workers: Workers, server: SegmentServer
+) -> None:
+    segment = Segment.create(10)
+    server.publish("document", segment.read_only_fd(), 10)
+    group, node = NodeGroup(server), JoinedNode(1)
+    group.join(node)
+    nodes = EngineNodes(group, workers, 2, NAMES)
+    ranks = Ranks(workers, NAMES, server, nodes)  # type: ignore[arg-type]
+    staging = asyncio.ensure_future(ranks.stage("document", "digest", 5))
+    request = await anext(aiter(node.requests()))
+    assert (request.stage.name, request.stage.content_digest) == ("document", "digest")
+    with pytest.raises(WeightSyncError, match="lost what it had staged"):
+        await ranks.capture("document", 5)
+    assert workers.calls == []
+    node.take(node_pb.NodeReady(name="document"))
+    await staging
+    await ranks.capture("document", 5)
+    ((method, _),) = workers.calls
+    assert method == "weightsync_capture"
+    ranks.close()
+    group.close()
+    segment.close()
 
 
 _TENSORS = ("a", "b", "c")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.server.engine.plant import Engine, engine_set, hurry, limits, shards, until
 from tests.unit.server.world import MODEL, World, world
-from weightsync.engine import FENCES_ON_EXPIRY
+from weightsync.engine import FENCES_ON_EXPIRY, EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
@@ -189,6 +189,31 @@ async def test_one_that_fails_takes_all_back_before_the_decision_and_none_after_
         await it.all_serve(2)
 
 
+async def test_a_pause_that_runs_out_before_the_decision_fences(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        for supervisor in it.set.supervisors:
+            assert supervisor._session is not None
+            supervisor._session.lease_s = 1.2
+        engines["b"].before["renew"] = away
+        seen: dict[str, str] = {}
+
+        async def late() -> None:
+            await until(lambda: engines["b"]._condition is not EngineState.PAUSED)
+            seen.update((name, one._condition.value) for name, one in engines.items())
+
+        engines["c"].before["commit"] = late
+        with pytest.raises(WeightSyncError, match="engine b"):
+            await it.apply(2)
+        # It holds the target, proved, and nobody had decided so; the others were renewed.
+        assert seen == {"a": "paused", "b": "fenced", "c": "paused"}
+        engines["b"].before.clear()
+        await it.all_serve(2)
+
+
 async def test_a_proof_that_fails_takes_all_back(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
@@ -277,6 +302,30 @@ async def test_a_server_that_died_after_the_decision(
         assert it.here.model.serving.rollback_to == 1
 
 
+async def test_a_server_that_died_after_one_engine_went_for_all(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    two = {name: engines[name] for name in ("a", "b")}
+    between = pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS)
+    async with host(tmp_path, two) as it:
+        await it.all_serve(1)
+        await it.push(2)
+        two["b"].before["health"] = away
+        await until(lambda: not it.supervisor("b").serving)
+        first = await it.apply(2, idempotency_key="k", pause=between)
+        assert engines["a"].serves == 2
+    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
+    assert b'"DONE"' in lines[-1]
+    # The ranks had switched, and nobody had written so.
+    (tmp_path / "journal").write_bytes(b"".join(lines[:-1]))
+    two["b"].before.clear()
+    async with host(tmp_path, two) as it:
+        await it.all_serve(2)
+        again = await it.apply(2, idempotency_key="k", pause=between)
+        assert again.report.version == first.report.version
+        await it.all_serve(2)
+
+
 async def test_one_engine_is_named(tmp_path: Path, engines: dict[str, Engine]) -> None:
     async with host(tmp_path, engines) as it:
         await it.all_serve(1)
@@ -341,6 +390,24 @@ async def test_a_rolling_apply_that_fails_goes_back(
             await it.apply(2, order=pb.ENGINE_ORDER_ROLLING)
         assert caught.value.reason is Reason.APPLY_RESTORED
         assert it.serves() == dict.fromkeys(NAMES, 1)
+
+
+async def test_a_rolling_apply_goes_back_after_what_nobody_foresaw(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        await it.push(2)
+
+        def fault() -> None:
+            del engines["b"].before["commit"]
+            raise TypeError("a fault")
+
+        engines["b"].before["commit"] = fault
+        with pytest.raises(WeightSyncError, match="its log tells why") as caught:
+            await it.apply(2, order=pb.ENGINE_ORDER_ROLLING)
+        assert caught.value.reason is Reason.FAULT
+        await it.all_serve(1)
 
 
 async def test_what_is_refused(tmp_path: Path, engines: dict[str, Engine]) -> None:

@@ -198,7 +198,7 @@ async def test_the_apply_that_has_the_engine_is_named(it: Plant) -> None:
 
 
 async def test_a_lease_is_renewed_while_a_commit_takes_long(tmp_path: Path) -> None:
-    async with plant(tmp_path, pause_lease_s=0.51) as it:
+    async with plant(tmp_path, pause_lease_s=0.9) as it:
         await it.ready()
         await it.push(2)
 
@@ -212,7 +212,7 @@ async def test_a_lease_is_renewed_while_a_commit_takes_long(tmp_path: Path) -> N
         it.engine.before["commit"], it.engine.before["renew"] = slow, once
         assert (await it.apply(2)).version == 2
         renewals = it.engine.calls.count("renew")
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.5)
         assert it.engine.calls.count("renew") == renewals, "and no longer"
 
 

@@ -111,7 +111,7 @@ def test_the_model_finds_a_member_that_commits_what_is_prepared(
 ) -> None:
     def hasty(state: MemberState, history: History | None) -> Step:
         step = member_steps.next_step(state, history)
-        return Commit(NEW) if state.prepared == NEW else step
+        return Commit(NEW) if state.prepared is not None else step
 
     monkeypatch.setattr(decision_model, "next_step", hasty)
     with pytest.raises(AssertionError, match="committed undecided"):

@@ -11,12 +11,11 @@ import pytest
 from tests.support.fleet_hosts import version
 from tests.support.fleet_tasks import LIMITS, CutRegister, until
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fleet import fleet_records
 from weightsync_server.fleet.coordinator import Coordinator
 from weightsync_server.fleet.fleet_history import HistoryReader
-from weightsync_server.fleet.fleet_keys import decision_key, plan_key, report_key
-from weightsync_server.fleet.fleet_plan import ApplyPhase, FleetPlan, Kind, Verdict
-from weightsync_server.fleet.fleet_records import decode_report, encode_plan, encode_verdict
+from weightsync_server.fleet.fleet_keys import decision_key, plan_key
+from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict
+from weightsync_server.fleet.fleet_records import encode_plan, encode_verdict
 
 if TYPE_CHECKING:
     from tests.support.fleet_tasks import Fleet
@@ -253,24 +252,6 @@ async def test_a_member_that_appears_meanwhile_stops_a_barrier(fleet: Fleet) -> 
     )
     assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).verdict is Verdict.COMMIT
     assert fleet.serving == {"a": 2, "b": 2, "new": 2}
-
-
-async def test_a_plan_of_a_newer_release_is_refused_by_the_member(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await fleet.start("a")
-    plan = FleetPlan(1, "n", Kind.BARRIER, version(2), None, (("a",),), 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(fleet_records, "FORMAT", 2)
-        body = encode_plan(plan, 1)
-    await fleet.register.create(plan_key(1), body)
-    key = report_key(1, ApplyPhase.PREPARED, "a")
-    while (said := await fleet.register.get(key)) is None:  # noqa: ASYNC110 - a register is asked
-        await asyncio.sleep(0.01)
-    report = decode_report(said)
-    assert not report.ok
-    assert "has format 2, this release knows 1; update this member" in report.reason
-    assert fleet.serving == {"a": 1}
 
 
 async def test_old_applies_go_and_what_comes_back_of_them_counts_for_nothing(fleet: Fleet) -> None:

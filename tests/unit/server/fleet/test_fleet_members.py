@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.fleet_hosts import version
+from tests.support.fleet_hosts import FileHost, make_member, version
 from tests.support.fleet_tasks import LIMITS, until
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fleet.decision import decide
 from weightsync_server.fleet.fleet_history import HistoryReader
 from weightsync_server.fleet.fleet_keys import decision_key
 from weightsync_server.fleet.fleet_limits import FleetLimits
-from weightsync_server.fleet.fleet_plan import Kind, Verdict
+from weightsync_server.fleet.fleet_plan import FleetVersion, Kind, Verdict
 from weightsync_server.fleet.fleet_records import encode_verdict
 from weightsync_server.fleet.member_journal import MemberJournal
 from weightsync_server.fleet.member_steps import Mode
+from weightsync_server.register.folder_register import FolderRegister
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,6 +90,53 @@ async def test_a_report_that_was_not_taken_is_made_again(fleet: Fleet) -> None:
     fleet.links["b"].cut = False
     assert (await applying).verdict is Verdict.COMMIT
     assert fleet.serving == {"a": 2, "b": 2}
+
+
+async def test_a_host_is_asked_for_one_thing_at_a_time(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a")
+    host, running, most = fleet.hosts["a"], set(), []
+
+    async def prepare(target: FleetVersion, _: object = None) -> None:
+        running.add(target)
+        most.append(len(running))
+        try:
+            await asyncio.sleep(30 if target.number == 2 else 0)
+        finally:
+            # What is given up has to be put back.
+            await asyncio.sleep(0.2)
+            running.remove(target)
+
+    monkeypatch.setattr(host, "prepare", prepare)
+    first = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
+    await until(lambda: running)
+    await fleet.register.create(decision_key(1, 1), encode_verdict(Verdict.ABORT, "other"))
+    assert (await fleet.coordinator().apply(version(3), Kind.BARRIER)).verdict is Verdict.COMMIT
+    assert (await first).verdict is Verdict.ABORT
+    assert set(most) == {1}
+    assert len(most) == 2
+
+
+async def test_of_two_with_one_name_the_later_one_serves(fleet: Fleet) -> None:
+    await fleet.start("a")
+    register = FolderRegister(fleet.folder / "register")
+    other = make_member(register, fleet.folder / "elsewhere" / "a", LIMITS)
+    following = asyncio.create_task(other.run())
+    await fleet.until_serving(a=0)
+    assert "fence" in {what for what, _ in fleet.hosts["a"].log}
+    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).lagging == ()
+    await asyncio.sleep(1.5)
+    host = FileHost(fleet.folder / "elsewhere" / "a")
+    assert (host.serves, fleet.serving["a"]) == (2, 0)
+    assert (await fleet.coordinator().apply(version(3), Kind.ROLLING)).lagging == ()
+    assert (host.serves, fleet.serving["a"]) == (3, 0)
+    following.cancel()
+    await asyncio.wait({following})
+    # Its name is its own again.
+    await fleet.until_serving(a=3)
+    assert (await fleet.coordinator().apply(version(4), Kind.BARRIER)).lagging == ()
+    assert fleet.serving["a"] == 4
 
 
 async def test_a_lost_register_stops_nobody_without_a_limit(fleet: Fleet) -> None:
@@ -181,6 +229,8 @@ async def test_a_register_that_was_emptied_is_not_followed(fleet: Fleet) -> None
 async def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal.json"
     journal = MemberJournal(path)
+    await journal.stop(0)
+    assert MemberJournal(path).stopped_in
     await journal.see(7)
     await journal.stop(0)
     again = MemberJournal(path)

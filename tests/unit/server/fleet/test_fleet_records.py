@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from tests.support.fleet_tasks import in_format
+from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fleet import fleet_records
 from weightsync_server.fleet.fleet_plan import (
     FleetPlan,
     FleetVersion,
@@ -29,7 +31,15 @@ from weightsync_server.fleet.fleet_records import (
     encode_verdict,
 )
 from weightsync_server.register.register import MAX_VALUE_BYTES
+from weightsync_server.store.documents import decode_document, encode_document
 
+#: As the first release with fleets wrote it.
+_FIRST = (
+    b'{"xxh3_128":"0e0be2b1dd4b8cc9936e71eab9a06680","document":{"format":1,"number":7,'
+    b'"nonce":"aaaaaaaaaaaaaaaa","kind":"barrier","target":[2,"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"],'
+    b'"previous":[1,"cccccccccccccccccccccccccccccccc"],"decisions":1,"rejects":"","key":"",'
+    b'"parts":1}}'
+)
 OLD, NEW = FleetVersion(1, "0" * 32), FleetVersion(2**53 - 1, "f" * 32)
 
 
@@ -69,15 +79,57 @@ def test_small_records_come_back() -> None:
         assert len(value) <= MAX_VALUE_BYTES
 
 
-def test_another_format_is_refused_and_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(fleet_records, "FORMAT", 2)
-        plan = planned(Kind.BARRIER, 3, 1)
-        newer = encode_plan(plan, 1), encode_verdict(Verdict.COMMIT, "m1")
-    for decode, value in zip((decode_plan, decode_verdict), newer, strict=True):
-        with pytest.raises(WeightSyncError, match="has format 2, this release knows 1") as caught:
-            decode(value)  # type: ignore[operator]  # two functions that differ in what they return
+@pytest.mark.parametrize("number", [0, 3, "2", None])
+def test_another_format_is_refused_and_not_guessed(number: object) -> None:
+    plan = planned(Kind.BARRIER, 3, 1)
+    others = encode_plan(plan, 1), encode_verdict(Verdict.COMMIT, "m1")
+    for decode, value in zip((decode_plan, decode_verdict), others, strict=True):
+        with pytest.raises(WeightSyncError, match=f"has format {number!r}, this rel") as caught:
+            decode(in_format(number, value))  # type: ignore[operator]  # they differ in what they return
         assert caught.value.reason == Reason.NOT_SUPPORTED
+    assert "knows 1 to 2; update this member" in caught.value.message
+
+
+def test_only_a_pause_that_is_chosen_needs_the_newer_format() -> None:
+    plan = planned(Kind.ROLLING, 3, 1)
+    chosen = replace(plan, pause=PauseSpec("wait", clear_cache=False, wait_timeout_s=2.5))
+    plain, newer = (decode_document(encode_plan(one, 1)) for one in (plan, chosen))
+    assert (plain["format"], newer["format"]) == (1, 2)
+    assert decode_plan(encode_plan(chosen, 1)).pause == chosen.pause
+
+
+def test_a_plan_of_the_first_release_is_read() -> None:
+    assert decode_plan(_FIRST) == FleetPlan(
+        7, "a" * 16, Kind.BARRIER, FleetVersion(2, "b" * 32), FleetVersion(1, "c" * 32), (), 1
+    )
+
+
+def test_a_pause_that_this_release_does_not_know_is_refused() -> None:
+    plan = replace(planned(Kind.ROLLING, 3, 1), pause=PauseSpec("sideways"))
+    with pytest.raises(WeightSyncError, match="has members pause by 'sideways'") as caught:
+        decode_plan(encode_plan(plan, 1))
+    assert caught.value.reason == Reason.NOT_SUPPORTED
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"nonce": None},
+        {"kind": "sideways"},
+        {"target": 7},
+        {"target": [1]},
+        {"decisions": "many"},
+        {"pause": ["keep"]},
+        {"parts": []},
+    ],
+)
+def test_a_whole_record_with_nonsense_in_it_is_damaged(document: dict[str, object]) -> None:
+    body = decode_document(encode_plan(planned(Kind.BARRIER, 3, 1), 1)) | document
+    if document.get("nonce", "") is None:
+        del body["nonce"]
+    with pytest.raises(WeightSyncError, match="a plan in the register is damaged") as caught:
+        decode_plan(encode_document(body), {} if "parts" in document else None)
+    assert caught.value.reason == Reason.DATA_CORRUPT
 
 
 @pytest.mark.parametrize("value", [b"", b"{}", b"[]", b"\xff", b'{"document":{},"xxh3_128":"0"}'])

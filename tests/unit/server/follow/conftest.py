@@ -16,6 +16,7 @@ from weightsync_server.deltas import ChainLimits
 from weightsync_server.follow.follow_metrics import FollowMetrics
 from weightsync_server.follow.follower import Follower
 from weightsync_server.follow.grpc_origin import GrpcOrigin, OriginAccess
+from weightsync_server.follow.shard_cache import ShardCache
 from weightsync_server.follow.store_origin import StoreOrigin
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.store import open_reader
@@ -52,12 +53,15 @@ class Following:
 
 
 @contextlib.asynccontextmanager
-async def following(folder: Path, url: str, **options: Any) -> AsyncIterator[Following]:
+async def following(
+    folder: Path, url: str, *, cache: str = "", **options: Any
+) -> AsyncIterator[Following]:
     """Have a world in `folder` follow a store, or a server, until the block ends."""
     async with world(folder, **options) as here:
         metrics = Metrics(MODEL)
-        origin = _origin(url, here)
-        follower = Follower(origin, here.model, here.pushes, FollowMetrics(metrics))
+        counts = FollowMetrics(metrics)
+        origin = _origin(url, here, ShardCache(cache, counts.count_pieces) if cache else None)
+        follower = Follower(origin, here.model, here.pushes, counts)
         here.model.adoption.origin = follower
         follower.start()
         try:
@@ -66,11 +70,11 @@ async def following(folder: Path, url: str, **options: Any) -> AsyncIterator[Fol
             await follower.stop()
 
 
-def _origin(url: str, here: World) -> Origin:
+def _origin(url: str, here: World, cache: ShardCache | None) -> Origin:
     if url.startswith("grpc://"):
         access = OriginAccess(url, ClientTls(peer="the origin"))
         return GrpcOrigin(access, MODEL, here.pushes, 60)
-    return StoreOrigin(open_reader(url), MODEL, 0.02, here.meters)
+    return StoreOrigin(open_reader(url), MODEL, 0.02, here.meters, cache)
 
 
 @pytest.fixture

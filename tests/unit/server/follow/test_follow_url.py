@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync_server.follow.follow_url import check_follow, grpc_target, is_encrypted
+from weightsync_server.follow.follow_url import check_cache, check_follow, grpc_target, is_encrypted
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,33 @@ def test_the_address_of_a_server_is_what_grpc_dials() -> None:
     assert grpc_target("grpcs://a:1/") == "a:1"
     assert grpc_target("grpc://unix:/run/a") == "unix:/run/a"
     assert grpc_target("s3://a/b") == ""
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/prefix", "gs://bucket", "az://container/prefix"])
+def test_a_cache_stands_before_a_store_of_objects(url: str) -> None:
+    check_cache("", url)
+    check_cache("http://cache:8080", url)
+    check_cache("https://cdn.example/weights/prod/", url)
+
+
+@pytest.mark.parametrize(
+    ("cache", "url", "sentence"),
+    [
+        ("http://cache", "", "with --follow s3://"),
+        ("http://cache", "file:///store", "with --follow s3://"),
+        ("http://cache", "grpc://127.0.0.1:1", "with --follow s3://"),
+        ("s3://cache/prefix", "s3://bucket", "must be http://HOST:PORT/PATH"),
+        ("http://", "s3://bucket", "must be http://HOST:PORT/PATH"),
+        ("http://cache/?a=b", "s3://bucket", "must be http://HOST:PORT/PATH"),
+        ("cache:80", "s3://bucket", "must be http://HOST:PORT/PATH"),
+    ],
+)
+def test_any_other_cache_is_refused_in_one_sentence(cache: str, url: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_cache(cache, url)
+
+
+def test_what_a_cache_asks_for_is_not_repeated() -> None:
+    with pytest.raises(ValueError, match="without user") as caught:
+        check_cache("http://me:secret@cache/", "s3://bucket")
+    assert "secret" not in str(caught.value)

@@ -13,13 +13,13 @@ import pytest
 from tests.unit.server.deltas.pushing import history, push_chain, push_delta, until
 from tests.unit.server.follow.conftest import following
 from tests.unit.server.world import MODEL, content, simple, world
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.follow import follower
 from weightsync_server.follow.store_origin import StoreOrigin
 from weightsync_server.store.documents import read_document, write_document
-from weightsync_server.store.local import local_store
-from weightsync_server.store.local.committed_versions import committed_versions
+from weightsync_server.store.local.committed_versions import FolderReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,7 +109,7 @@ async def test_the_newest_is_staged_again_after_a_restart_without_the_origin(
         record = there.here.model.table.get(1)
         await until(lambda: record.residency == pb.RESIDENCY_STAGED)
         assert there.metric("weightsync_follow_origin_up") == 0
-        assert there.metric("weightsync_follow_failures_total") >= 1
+        await until(lambda: there.metric("weightsync_follow_failures_total") >= 1)
 
 
 @pytest.mark.parametrize("delta", [False, True], ids=["full", "delta"])
@@ -218,6 +218,57 @@ async def test_an_origin_that_was_begun_anew_is_told(
     assert "none of which is here, where numbers up to 9 were used" in caplog.text
 
 
+async def test_what_was_deleted_in_the_origin_is_no_new_beginning(
+    origin: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is here may be the only copy that is left."""
+    for number in (1, 2, 3):
+        await origin.push(simple(number), number)
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        await until(lambda: there.has(3))
+        await origin.model.collector.delete(3)
+        await until(lambda: "nothing is fetched until there is one above 3" in caplog.text)
+        assert "--state-dir" not in caplog.text
+        assert there.metric("weightsync_follow_failures_total") == 0
+        assert there.has(3, content(simple(3)))
+
+
+async def test_what_was_deleted_here_is_no_new_beginning(
+    origin: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await origin.push(simple(1), 1)
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        await until(lambda: there.has(1))
+        await there.here.model.collector.delete(1)
+        await origin.push(simple(2), 2)
+        await until(lambda: there.has(2))
+        await there.here.model.collector.delete(2)
+        # Seen again, as after a restart.
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        await until(lambda: "none of which is here" in caplog.text)
+        assert "begun anew" not in caplog.text
+        assert there.metric("weightsync_follow_failures_total") == 0
+
+
+async def test_a_fetch_that_nobody_wants_any_more_gives_its_memory_back(
+    origin: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: object) -> None:
+        raise WeightSyncError(Reason.FETCHER_FAILED, "a fetcher died")
+
+    await origin.push(simple(1), 1)
+    await origin.push(simple(2), 2)
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        pushes = there.here.pushes
+        # Of a failure that passes the push stays open, for the next try.
+        monkeypatch.setattr(there.here.fetchers, "load", failing)
+        await until(lambda: bool(pushes.status()))
+        await origin.model.collector.delete(2)
+        await origin.model.collector.delete(1)
+        await until(lambda: not pushes.status())
+        assert there.here.model.table.list() == []
+
+
 async def test_an_epoch_of_the_origin_is_an_epoch_here(origin: World, tmp_path: Path) -> None:
     assert await origin.model.epochs.acquire("trainer") == 1
     async with following(tmp_path / "b", origin.model.store.url) as there:
@@ -278,14 +329,14 @@ async def test_a_mount_that_hangs_holds_up_nobody(
     """Its thread cannot be ended, and is not waited for."""
     await origin.push(simple(1), 4)
     hangs, goes_on = threading.Event(), threading.Event()
-    read = committed_versions
+    read = FolderReader.versions
 
     def hang(*args: Any) -> Any:
         if hangs.is_set():
             goes_on.wait()
         return read(*args)
 
-    monkeypatch.setattr(f"{local_store.__name__}.committed_versions", hang)
+    monkeypatch.setattr(FolderReader, "versions", hang)
     try:
         async with following(tmp_path / "b", origin.model.store.url) as there:
             await until(lambda: there.has(4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,32 +13,10 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.catalog.local_numbers import local_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.unit.server.world import Shard, World
-    from weightsync.shm.segment_socket import OfferedFile
-
-    Offered = Callable[[list[Shard]], list[OfferedFile]]
-
-
-@pytest.fixture
-def offered(tmp_path: Path) -> Iterator[Offered]:
-    """Return a function that offers shards as an engine offers the files of its checkpoint."""
-    fds: list[int] = []
-
-    def offer(shards: list[Shard]) -> list[OfferedFile]:
-        files = []
-        for shard in shards:
-            path = tmp_path / f"{len(fds)}-{shard.name}"
-            path.write_bytes(shard.data)
-            fds.append(os.open(path, os.O_RDONLY))
-            files.append((shard.name, len(shard.data), fds[-1]))
-        return files
-
-    yield offer
-    for fd in fds:
-        os.close(fd)
+    from tests.unit.server.conftest import Offered
+    from tests.unit.server.world import World
 
 
 async def test_content_of_the_origin_has_its_number_and_metadata(
@@ -133,6 +110,19 @@ async def test_local_content_means_the_same_on_every_host_and_goes_no_further(
             assert theirs.version == mine.version
             other = await second.here.model.adoption.adopt(offered(simple(8)), 0)
             assert other.version != mine.version
+
+
+async def test_content_whose_number_means_other_content_here_stays_local(
+    origin: World, tmp_path: Path, offered: Offered
+) -> None:
+    """As after the origin was begun anew: the engine starts all the same, and at once."""
+    async with world(tmp_path / "b") as here:
+        await here.push(simple(2), 1)
+    await origin.push(simple(1), 1)
+    async with following(tmp_path / "b", origin.model.store.url) as there:
+        record = await there.here.model.adoption.adopt(offered(simple(1)), 0)
+        assert record.version == local_number(content(simple(1)))
+        assert there.has(1, content(simple(2)))
 
 
 async def test_a_number_that_is_coming_in_is_waited_for(

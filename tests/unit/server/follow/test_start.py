@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.server.deltas.pushing import until
+from tests.unit.server.deltas.pushing import push_delta, sparse_history, until
 from tests.unit.server.world import MODEL, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.follow.fetch_plan import Fetch
+from weightsync_server.follow.follower import _begin
 from weightsync_server.follow.start import FollowOptions, start_follower
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.unit.server.world import World
+
+
+@contextlib.contextmanager
+def free_bytes(here: World, size: int) -> Iterator[None]:
+    """Leave so many bytes of disk to a world."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(here.model.store, "free_bytes", lambda: size)
+        yield
 
 
 def options(url: str, disk_floor_bytes: int = 0) -> FollowOptions:
@@ -60,6 +72,66 @@ async def test_too_little_disk_is_refused_unless_the_version_is_here(
     follower = await start_follower(full, here.model, here.pushes, Metrics(MODEL))
     assert follower is not None
     await follower.stop()
+
+
+async def test_what_is_not_fetched_needs_no_room(origin: World, here: World) -> None:
+    await origin.push(simple(1), 1)
+    await here.push(simple(2), 2)
+    full = options(origin.model.store.url, disk_floor_bytes=1 << 60)
+    follower = await start_follower(full, here.model, here.pushes, Metrics(MODEL))
+    assert follower is not None
+    await follower.stop()
+
+
+async def test_one_that_has_a_version_serves_it_on_where_the_next_has_no_room(
+    origin: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await origin.push(simple(1, size=100_000), 2)
+    async with world(tmp_path / "b", memory=1_000_000) as here:
+        await here.push(simple(1), 1)
+        asked = options(origin.model.store.url), here.model, here.pushes, Metrics(MODEL)
+        follower = await start_follower(*asked)
+        assert follower is not None
+        assert "version 1 is served on: version 2 of" in caplog.text
+        await follower.stop()
+
+
+async def test_a_delta_needs_the_room_of_a_delta(
+    origin: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, new = sparse_history(1)
+    await origin.push(base, 1)
+    async with world(tmp_path / "b") as here:
+        await here.push(base, 1)
+        await push_delta(origin, base, new, 2)
+        commit = origin.model.table.get(2).commit
+        assert commit is not None
+        assert 2 * commit.delta_bytes < commit.size_bytes
+        with free_bytes(here, 2 * commit.delta_bytes):
+            asked = options(origin.model.store.url), here.model, here.pushes, Metrics(MODEL)
+            follower = await start_follower(*asked)
+        assert follower is not None
+        assert caplog.text == ""
+        await follower.stop()
+
+
+async def test_what_was_fetched_before_a_restart_needs_no_room_again(
+    origin: World, tmp_path: Path
+) -> None:
+    shards = simple(1)
+    await origin.push(shards, 1)
+    async with world(tmp_path / "b", identity="b") as here:
+        wanted = Fetch(origin.model.table.get(1).commit, delta=False)  # type: ignore[arg-type]
+        begun = await here.pushes.begin(_begin(wanted), None)
+        await here.join(begun.push_id, shards[0].all())
+        await until(lambda: bool(here.fetchers.persisted))  # type: ignore[attr-defined]
+    async with world(tmp_path / "b", identity="b") as here:
+        with free_bytes(here, len(shards[1].data)):
+            asked = options(origin.model.store.url), here.model, here.pushes, Metrics(MODEL)
+            follower = await start_follower(*asked)
+        assert follower is not None
+        await until(lambda: here.model.table.newest == 1)
+        await follower.stop()
 
 
 async def test_a_server_that_is_away_is_waited_for(

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Layout, Manifest, ShardEntry
 from weightsync.node.v1 import node_pb2 as pb
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.shm.segments import Segment
+from weightsync.shm.staged_version import StagedVersion
 from weightsync.shm.status_page import PageReader
 from weightsync_server.nodes import EngineNodes, NodeGroup
 from weightsync_server.nodes.joined_node import JoinedNode
@@ -54,6 +56,13 @@ async def _asked(node: JoinedNode) -> Any:
 
 def _ready(node: JoinedNode, name: str, error: str = "", reason: str = "") -> None:
     node.take(pb.NodeReady(name=name, error=error, reason=reason))
+
+
+async def _has_pages(group: NodeGroup, node: JoinedNode, name: str) -> None:
+    waiting = asyncio.ensure_future(_nodes(group).have({"page": name}, 5))
+    assert (await _asked(node)).pages.name == name
+    _ready(node, name)
+    await waiting
 
 
 async def _refusal(call: Any) -> WeightSyncError:
@@ -145,6 +154,42 @@ async def test_the_one_that_joins_last_is_the_node(group: NodeGroup) -> None:
     assert group.find(1) is second
 
 
+async def test_what_is_no_node_of_the_engine_ends_nothing(group: NodeGroup) -> None:
+    _joined(group, 7)
+    node, nodes = _joined(group), _nodes(group)
+    before = nodes.changes
+    # One that came before anybody knew, and goes.
+    stray = group.find(7)
+    assert stray is not None
+    group.part(stray, "has gone")
+    with pytest.raises(WeightSyncError, match="has 2 nodes and no node 7; set --node-rank") as why:
+        _joined(group, 7)
+    assert why.value.reason is Reason.REQUEST_INVALID
+    nodes.check(before)
+    assert group.find(1) is node
+
+
+async def test_a_pause_waits_for_no_node_to_stage(group: NodeGroup, server: SegmentServer) -> None:
+    segment = Segment.create(10)
+    server.publish("d", segment.read_only_fd(), 10)
+    nodes = _nodes(group)
+    with pytest.raises(WeightSyncError, match="has no weightsync-server"):
+        nodes.check_staged("d")
+    node = _joined(group)
+    waiting = asyncio.ensure_future(nodes.have({"document": "d"}, 5))
+    await _asked(node)
+    with pytest.raises(WeightSyncError, match="lost what it had staged"):
+        nodes.check_staged("d")
+    _ready(node, "d")
+    await waiting
+    nodes.check_staged("d")
+    _joined(group)
+    with pytest.raises(WeightSyncError, match="lost what it had staged") as lost:
+        nodes.check_staged("d")
+    assert lost.value.reason is Reason.SERVER_AWAY
+    segment.close()
+
+
 async def test_a_slow_node_is_waited_for_no_longer_than_is_said(group: NodeGroup) -> None:
     _joined(group)
     refusal = await _refusal(_nodes(group).have({"page": "p"}, 0.05))
@@ -173,13 +218,26 @@ async def test_what_is_in_no_slot_any_more_is_given_back(
 async def test_a_rank_s_report_comes_to_where_this_server_reads(
     group: NodeGroup, server: SegmentServer
 ) -> None:
-    page = PageReader()
-    server.publish("p/0/0/1", os.dup(page.segment.fd), page.segment.capacity)
-    group.report(pb.RankReport(page="p/0/0/1", report_json=b'{"phase": "ready"}'))
-    assert page.read() == {"phase": "ready"}
+    pages = {rank: PageReader() for rank in _RANKS}
+    for rank, page in pages.items():
+        server.publish(f"p/{rank}", os.dup(page.segment.fd), page.segment.capacity)
+    node = _joined(group)
+    await _has_pages(group, node, "p")
+
+    def report(rank: str, name: str = "p") -> dict[str, Any] | None:
+        report = pb.RankReport(page=f"{name}/{rank}", report_json=b'{"phase": "ready"}')
+        group.report(node, report)
+        return pages[rank].read()
+
+    assert report("0/1/0") == {"phase": "ready"}
+    # It speaks for its own ranks alone, and not for those that are here.
+    assert report("0/0/1") is None
     # One of a session that is over has nobody who reads it.
-    group.report(pb.RankReport(page="q/0/0/1", report_json=b"{}"))
-    page.close()
+    await _has_pages(group, node, "q")
+    assert report("0/1/1") is None
+    assert report("0/1/1", "q") is None
+    for page in pages.values():
+        page.close()
 
 
 async def test_nodes_are_those_of_one_engine(group: NodeGroup) -> None:
@@ -195,6 +253,28 @@ async def test_bytes_of_what_is_not_staged_are_refused(group: NodeGroup) -> None
     with pytest.raises(WeightSyncError) as caught:
         group.read("nothing", None)
     assert caught.value.reason is Reason.VERSION_UNKNOWN
+
+
+async def test_who_reads_a_shard_has_no_layout_read(
+    group: NodeGroup, server: SegmentServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It takes a tenth of a second for tens of thousands of tensors, on the loop of every call.
+    layout = Layout((ShardEntry("a", 8, 0), ShardEntry("b", 8, 0)), ())
+    document, shard = (
+        StagedVersion(Manifest(layout, ()), ("x", "y")).to_segment(),
+        Segment.create(8),
+    )
+    shard.fill(0, b"12345678")
+    server.publish("d", document.read_only_fd(), document.capacity)
+    server.publish("y", shard.read_only_fd(), 8)
+    monkeypatch.setattr(Layout, "from_json", None)
+    found = group.read("d", 1)
+    assert bytes(found.view) == b"12345678"
+    found.close()
+    with pytest.raises(WeightSyncError, match="d has no shard 2"):
+        group.read("d", 2)
+    for segment in (document, shard):
+        segment.close()
 
 
 async def test_nodes_of_an_engine_that_is_gone_may_be_another_engines(group: NodeGroup) -> None:

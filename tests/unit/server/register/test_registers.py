@@ -61,6 +61,20 @@ async def test_a_list_is_whole_and_keeps_to_its_prefix(register: Register) -> No
     assert await register.list("versions/") == {}
 
 
+async def test_several_lists_at_once_are_whole_too(register: Register) -> None:
+    applies = [f"applies/{number:03}/plan" for number in range(300)]
+    reports = [f"reports/{number:03}/done" for number in range(150)]
+    others = ["floors/1", "members.1", "rejected/1"]
+    await asyncio.gather(*(register.create(key, key.encode()) for key in applies + reports))
+    await asyncio.gather(*(register.create(key, b"") for key in others))
+    found = await register.list_each(("applies/", "floors/", "reports/", "versions/"))
+    expected = {key: key.encode() for key in applies + reports} | {"floors/1": b""}
+    assert found == expected
+    assert await register.list_each(()) == {}
+    with pytest.raises(WeightSyncError, match="ends within a name"):
+        await register.list_each(("applies/", "flo"))
+
+
 async def test_what_is_removed_is_gone_and_nothing_else(register: Register) -> None:
     keys = [f"applies/1/done/m{number:03}" for number in range(200)]
     await asyncio.gather(*(register.create(key, b"") for key in [*keys, "applies/1/plan"]))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.disks import ForgetfulDisk
 from tests.support.versions import make_version
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops import durable_files
 from weightsync_server.store import open_reader, open_store
 
 if TYPE_CHECKING:
@@ -57,6 +61,23 @@ async def test_a_reader_sees_what_is_committed_and_when_that_changes(lasting: St
     assert await reader.committed("m") == []
 
 
+async def test_of_a_version_that_is_gone_nothing_is_read_and_that_is_said(lasting: Store) -> None:
+    one, reader = make_version(3), open_reader(lasting.url)
+    await asyncio.to_thread(one.write, lasting)
+    await lasting.commit(one.record, one.manifest)
+    assert await reader.committed("m") == [one.record]
+    assert reader.shard_path("m", 3, 0)
+    await lasting.delete("m", 3)
+    await reader.committed("m")
+    with pytest.raises(WeightSyncError) as caught:
+        await reader.manifest("m", 3)
+    assert caught.value.reason is Reason.VERSION_UNKNOWN
+    if not lasting.local:
+        with pytest.raises(WeightSyncError, match="it is looked for again") as caught:
+            reader.shard_path("m", 3, 0)
+        assert caught.value.reason is Reason.VERSION_UNKNOWN
+
+
 async def test_another_model_is_no_change(lasting: Store) -> None:
     reader = open_reader(lasting.url)
     before = await reader.stamps("m")
@@ -95,3 +116,34 @@ def test_what_nobody_else_can_read_cannot_be_followed() -> None:
     with pytest.raises(WeightSyncError) as caught:
         open_reader("memory://")
     assert caught.value.reason is Reason.NOT_SUPPORTED
+
+
+async def test_what_a_reader_shows_is_not_taken_back_by_a_crash_of_the_owner(
+    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = ForgetfulDisk(root)
+    disk.install(monkeypatch)
+    one = make_version(1)
+    await asyncio.to_thread(one.write, store)
+    flush, directory = durable_files.flush_directory, root / "m" / "v1"
+    stood, goes_on = threading.Event(), threading.Event()
+
+    def stand(path: Path) -> None:
+        if path == directory and (directory / "commit.json").exists() and not stood.is_set():
+            stood.set()
+            goes_on.wait(30)
+        flush(path)
+
+    monkeypatch.setattr(durable_files, "flush_directory", stand)
+    committing = asyncio.create_task(store.commit(one.record, one.manifest))
+    try:
+        await asyncio.to_thread(stood.wait, 30)
+        assert await open_reader(str(root)).committed("m") == [one.record]
+        # The owner has not flushed the name of its record yet.
+        await asyncio.to_thread(disk.lose_power)
+        assert await open_reader(str(root)).committed("m") == [one.record]
+    finally:
+        goes_on.set()
+        with contextlib.suppress(WeightSyncError):
+            await committing
+        disk.close()

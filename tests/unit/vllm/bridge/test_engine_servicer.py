@@ -30,6 +30,7 @@ from weightsync.engine import (
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge import engine_servicer
 from weightsync.vllm.bridge.adapter import VllmEngine
 from weightsync.vllm.bridge.engine_servicer import EngineServicer
 from weightsync_server.engine.drivers import bridge
@@ -266,3 +267,39 @@ async def _until_nobody_watches(engine: VllmEngine) -> None:
             return
         await asyncio.sleep(0.01)
     pytest.fail("a watcher that left still counts")
+
+
+def _speaking(monkeypatch: pytest.MonkeyPatch, side: Any, oldest: int, newest: int) -> None:
+    monkeypatch.setattr(side, "OLDEST_PROTOCOL", oldest)
+    monkeypatch.setattr(side, "PROTOCOL_VERSION", newest)
+
+
+@pytest.mark.parametrize(
+    ("server", "bridge_side", "agreed"),
+    [
+        ((2, 3), (2, 2), 2),
+        ((2, 2), (2, 3), 2),
+        ((2, 3), (2, 3), 3),
+        ((3, 4), (2, 3), 3),
+        ((3, 4), (2, 2), 0),
+        ((2, 2), (3, 4), 0),
+    ],
+)
+async def test_server_and_bridge_of_two_releases_speak_what_both_know(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    first: BridgeEngine,
+    server: tuple[int, int],
+    bridge_side: tuple[int, int],
+    agreed: int,
+) -> None:
+    _speaking(monkeypatch, bridge, *server)
+    _speaking(monkeypatch, engine_servicer, *bridge_side)
+    async with _bridge(Llm(), folder):
+        if agreed:
+            assert (await first._agree(server[1])).protocol == agreed
+            assert (await first.hello()).kind == "bridge"
+        else:
+            error = await _refused(first.hello())
+            assert error.reason is Reason.ENGINE_UNSUPPORTED
+            assert "same weightsync release on both sides" in error.message

@@ -90,6 +90,9 @@ class _Rank:
     def make_wire(self, sink: UpdateSink) -> Any:
         return _Wire(self, sink)
 
+    def close_wire(self, wire: Any) -> None:
+        wire.shutdown()
+
     def end_update(self, wire: Any) -> None:
         pass
 

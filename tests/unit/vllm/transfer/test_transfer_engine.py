@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -102,6 +105,49 @@ def test_the_wire_is_vllms_own_and_never_has_the_model(backend: str, wire: str) 
     assert made.model is sink
     assert engine.model not in vars(made).values()
     made.shutdown()
+
+
+class _Library:
+    """Of NCCL's calls the one that ends what a device waits for."""
+
+    def __init__(self) -> None:
+        self.aborted: list[tuple[object, str]] = []
+
+    def ncclCommAbort(self, comm: object) -> None:  # noqa: N802 - its name in the library
+        self.aborted.append((comm, threading.current_thread().name))
+
+
+def _communicator(library: _Library, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return vLLM's own communicator, made without a GPU."""
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda _: contextlib.nullcontext())
+    made: Any = PyNcclCommunicator.__new__(PyNcclCommunicator)
+    made.nccl, made.comm, made.device = library, object(), torch.device("cpu")
+    made.available, made.disabled = True, False
+    return made
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["its own", "that of 0.26"])
+def test_what_a_device_waits_for_is_aborted_once_with_its_connection(
+    monkeypatch: pytest.MonkeyPatch, forgets: bool
+) -> None:
+    engine = _engine(backend="weightsync_nccl")
+    wire = engine.make_wire(UpdateSink(keeps=False))
+    group = wire.model_update_group = _communicator(library := _Library(), monkeypatch)
+    if forgets:
+        wire.shutdown = lambda: setattr(wire, "model_update_group", None)
+    engine.close_wire(wire)
+    ((comm, thread),) = library.aborted
+    assert comm is group.comm
+    # The thread that generates never waits for it.
+    assert thread != threading.current_thread().name
+    assert wire.model_update_group is None
+    engine.close_wire(wire)
+    assert len(library.aborted) == 1
+
+
+def test_a_transfer_without_a_communicator_is_closed() -> None:
+    engine = _engine(backend="weightsync_ipc")
+    engine.close_wire(engine.make_wire(UpdateSink(keeps=False)))
 
 
 @pytest.mark.parametrize("backend", RECEIVING_BACKENDS)

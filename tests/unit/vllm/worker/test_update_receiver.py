@@ -74,6 +74,9 @@ class _Rank:
         self.wire = _Wire(sink)
         return self.wire
 
+    def close_wire(self, wire: Any) -> None:
+        wire.shutdown()
+
     def end_update(self, wire: Any) -> None:
         pass
 
@@ -163,6 +166,31 @@ def test_nobody_has_to_ask_a_rank_to_give_a_trainer_up(rank: _Rank) -> None:
     assert not report["open"]
     # What a communicator leaves that is freed is no tensor of the trainer.
     assert sink.arrived == 0
+
+
+class _Queued(torch.Tensor):
+    """On a device as far as can be seen: its broadcast is only queued when it is handed over."""
+
+    is_cuda = property(lambda _: True)
+
+
+def test_what_is_queued_when_a_trainer_is_given_up_has_not_come(
+    rank: _Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, wire = rank.wire.model_update_group, rank.wire
+    stream = SimpleNamespace(synchronize=lambda: group.freed.wait(10))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+
+    def receive() -> None:
+        wire.model.load_weights(
+            (name, torch.zeros(2).as_subclass(_Queued)) for name in _INFO["names"]
+        )
+
+    wire.receive = receive
+    sink = rank.begin(limit_s=0.2)
+    report = rank.wait()
+    assert (report["raised"], report["open"]) == (True, False)
+    assert (sink.arrived, sink.whole) == (0, False)
 
 
 def test_a_trainer_that_goes_on_is_not_given_up(rank: _Rank) -> None:

@@ -1,0 +1,134 @@
+"""How the engines of a fleet's host pause, where the caller of the fleet's apply says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.server.engine.plant import Engine, hurry
+from tests.unit.server.fleet_host.test_fleet_host import site
+from weightsync.engine import BETWEEN_STEPS, FENCES_ON_EXPIRY, PauseSpec
+from weightsync.errors import Reason, WeightSyncError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_BETWEEN = PauseSpec(BETWEEN_STEPS, clear_cache=False)
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+@pytest.fixture(params=[1, 2])
+def engines(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
+    return {f"e{number}": Engine(tmp_path / "segments.sock") for number in range(request.param)}
+
+
+@pytest.fixture
+def specs(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> list[PauseSpec]:
+    """What engines are asked to pause by."""
+    found: list[PauseSpec] = []
+
+    def noted(engine: Engine) -> None:
+        pause = engine.pause
+
+        async def note(spec: PauseSpec, lease_s: float) -> Any:
+            found.append(spec)
+            return await pause(spec, lease_s)
+
+        monkeypatch.setattr(engine, "pause", note)
+
+    for engine in engines.values():
+        noted(engine)
+    return found
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+async def test_every_engine_pauses_as_it_was_chosen(
+    tmp_path: Path, engines: dict[str, Engine], specs: list[PauseSpec], barrier: bool
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        specs.clear()
+        chosen = PauseSpec("wait", clear_cache=False, wait_timeout_s=2.0, after_wait="abort")
+        await it.host.prepare(it.version(2), chosen)
+        if barrier:
+            await it.host.pause()
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
+    assert len(specs) == len(engines)
+    for spec in specs:
+        asked = spec.mode, spec.clear_cache, spec.wait_timeout_s, spec.after_wait
+        assert asked == ("wait", False, 2.0, "abort")
+
+
+async def test_engines_change_between_two_steps_once_it_is_decided(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2, 3)
+        await it.host.prepare(it.version(2), _BETWEEN)
+        for engine in engines.values():
+            engine.events.clear()
+        with pytest.raises(WeightSyncError, match="do not stand still") as caught:
+            await it.host.pause()
+        assert caught.value.reason == Reason.ENGINE_REFUSED
+        assert it.serves() == {1}
+        await it.host.prepare(it.version(2), _BETWEEN)
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
+        assert it.host.live() == it.version(2)
+        assert {tuple(one.events) for one in engines.values()} == {("switch",)}
+        # The way back, and the next one, pause as where nobody chooses.
+        await it.host.prepare(it.version(3))
+        await it.host.commit(it.version(3))
+        assert it.serves() == {3}
+
+
+async def test_a_switch_that_fails_leaves_the_host_fenced_until_its_member_says_what_to_serve(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        last = list(engines.values())[-1]
+        last.wrong = [bytes([9]) * 256]
+        await it.host.prepare(it.version(2), _BETWEEN)
+        with pytest.raises(WeightSyncError) as caught:
+            await it.host.commit(it.version(2))
+        assert caught.value.reason == Reason.APPLY_RESTORED
+        assert it.serves() == {0}
+        await it.host.resume()
+        assert it.serves() == {1}
+
+
+@pytest.mark.parametrize(
+    ("ability", "pause", "sentence"),
+    [
+        (BETWEEN_STEPS, _BETWEEN, "cannot change weights between two steps"),
+        (FENCES_ON_EXPIRY, None, "would resume when a pause runs out"),
+        (FENCES_ON_EXPIRY, PauseSpec("abort"), "would resume when a pause runs out"),
+    ],
+)
+async def test_what_an_engine_cannot_is_refused_before_anything_pauses(
+    tmp_path: Path,
+    engines: dict[str, Engine],
+    ability: str,
+    pause: PauseSpec | None,
+    sentence: str,
+) -> None:
+    list(engines.values())[-1]._abilities.discard(ability)
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        for engine in engines.values():
+            engine.events.clear()
+        with pytest.raises(WeightSyncError, match=sentence):
+            await it.host.prepare(it.version(2), pause)
+        assert it.serves() == {1}
+        assert [one.events for one in engines.values()] == [[] for _ in engines]
