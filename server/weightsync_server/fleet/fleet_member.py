@@ -82,7 +82,7 @@ class FleetMember:
         self._limits, self._address = limits, address
         self._state = MemberState(check_member(name), host.live())
         if journal.stopped_in or self._state.live is None:
-            self._state = replace(self._state, mode=Mode.FENCED)
+            self._state = replace(self._state, mode=Mode.FENCED, unasked=True)
         self.view = MemberView(register, name, journal, limits)
         self._preparing: tuple[Prepare, asyncio.Task[None]] | None = None
         self._paused_at = 0.0
@@ -105,8 +105,14 @@ class FleetMember:
             alone=view.alone,
             displaced=view.displaced,
             undecided=now >= self._paused_at + self._limits.undecided_s,
-            stale=max_age_s > 0 and now >= view.read_at + max_age_s,
+            stale=max_age_s > 0 and now >= view.read_at + self._most_age_s,
         )
+
+    @property
+    def _most_age_s(self) -> float:
+        """How old what was read may be; a new process does not know for how long nobody had."""
+        max_age_s = self._limits.max_age_s
+        return max_age_s if self.view.history is not None else min(max_age_s, _ANSWER_S)
 
     @property
     def announced_live(self) -> FleetVersion | None:
@@ -175,8 +181,8 @@ class FleetMember:
         limits, due = self._limits, math.inf
         if self._state.mode is Mode.PAUSED:
             due = self._paused_at + limits.undecided_s
-        elif self._state.mode is Mode.SERVING and limits.max_age_s:
-            due = self.view.read_at + limits.max_age_s
+        elif limits.max_age_s and (self._state.unasked or self._state.mode is Mode.SERVING):
+            due = self.view.read_at + self._most_age_s
         return max(0.01, due - clock.monotonic())
 
     async def _try(self, step: Step) -> None:
@@ -293,9 +299,10 @@ class FleetMember:
             await self.host.commit(target)
         except (WeightSyncError, OSError) as error:
             self._fail(target, error)
-            self._state = replace(self._state, mode=Mode.FENCED, prepared=None)
+            self._state = replace(self._state, mode=Mode.FENCED, unasked=False, prepared=None)
             return
-        self._state = replace(self._state, mode=Mode.SERVING, prepared=None, failed=None)
+        live = replace(self._state, mode=Mode.SERVING, unasked=False)
+        self._state = replace(live, prepared=None, failed=None)
         await failpoints.reach("fleet.committed")
         await self._journal.serve()
 
@@ -307,7 +314,7 @@ class FleetMember:
             if live is not None:
                 self._fail(live, error)
             return
-        self._state = replace(self._state, mode=Mode.SERVING, prepared=None)
+        self._state = replace(self._state, mode=Mode.SERVING, unasked=False, prepared=None)
         await self._journal.serve()
 
     async def _fence(self, reason: str) -> None:
@@ -318,7 +325,7 @@ class FleetMember:
             # A barrier has written it down before: what is lost is why it served nothing.
             logger.warning("that is not written down: %s", error)
         await self.host.fence(reason)
-        self._state = replace(self._state, mode=Mode.FENCED)
+        self._state = replace(self._state, mode=Mode.FENCED, unasked=False)
 
     def _fail(self, target: FleetVersion, error: Exception) -> None:
         logger.warning("version %d cannot be taken: %s", target.number, error)

@@ -56,6 +56,7 @@ class MemberState:
         name: Its name.
         live: What its host holds.
         mode: What its host does.
+        unasked: Its process is new and has not stopped the host: engines that generate go on.
         prepared: What its host has ready, and how it would change over.
         failed: What its host could not prepare or commit; cleared after a while.
         why: Why not.
@@ -70,6 +71,7 @@ class MemberState:
     name: str
     live: FleetVersion | None = None
     mode: Mode = Mode.SERVING
+    unasked: bool = False
     prepared: Prepare | None = None
     failed: FleetVersion | None = None
     why: str = ""
@@ -153,21 +155,37 @@ def next_step(state: MemberState, history: History | None, max_skew: int = 1) ->
     """
     if state.undecided and state.mode is Mode.PAUSED:
         return Fence("the decision on a barrier could not be learnt in time; it is asked for still")
-    if state.stale and state.mode is Mode.SERVING:
+    if state.stale and (state.unasked or state.mode is Mode.SERVING):
         return Fence("the fleet's register was not read for longer than max_age_s; check it")
     if state.displaced and state.mode is not Mode.FENCED:
         return Fence(f"another server is member {state.name} now; give each --fleet-member a name")
     if history is None or state.stale or state.displaced:
         return Wait()
-    if history.unreadable_commits and state.mode is Mode.SERVING:
+    if history.unreadable_commits and (state.unasked or state.mode is Mode.SERVING):
         number = history.unreadable_number
         return Fence(f"apply {number} was decided, and cannot be read: {history.unreadable}")
     if history.unreadable:
         return _refuse(state, history)
     apply = history.running
     if apply is not None and apply.plan.wave_of(state.name):
-        return _take_part(state, apply)
+        # What was decided before it comes first, or else it is served until this one ends.
+        behind = state.live is not None and _is_behind(state, history, max_skew)
+        return _left_behind(apply.plan.previous) if behind else _take_part(state, apply)
     return _settle(state, history, max_skew)
+
+
+def _is_behind(state: MemberState, history: History, max_skew: int) -> bool:
+    """Return whether a host serves what it must not serve any more."""
+    if state.mode is not Mode.SERVING:
+        return False
+    missed = history.missed(state.live)
+    barrier = any(one.plan.kind is Kind.BARRIER for one in missed)
+    return barrier or len(missed) > max_skew or history.hides_missed(state.live)
+
+
+def _left_behind(target: FleetVersion | None) -> Fence:
+    decided = f"version {target.number}" if target is not None else "another version"
+    return Fence(f"{decided} was decided; this host goes to it first")
 
 
 def _refuse(state: MemberState, history: History) -> Step:
@@ -221,11 +239,8 @@ def _settle(state: MemberState, history: History, max_skew: int) -> Step:
     target = history.target
     if target is None or state.live == target:
         return _serve(state, history)
-    if state.mode is Mode.SERVING:
-        missed = history.missed(state.live)
-        barrier = any(one.plan.kind is Kind.BARRIER for one in missed)
-        if barrier or len(missed) > max_skew or history.hides_missed(state.live):
-            return Fence(f"version {target.number} was decided; this host goes to it first")
+    if _is_behind(state, history, max_skew):
+        return _left_behind(target)
     if state.failed == target:
         return Wait()
     if state.prepared is None or state.prepared.target != target:

@@ -140,7 +140,8 @@ class MemberView:
 
     async def _read(self) -> None:
         asked = clock.monotonic()
-        history = await self._reader.read()
+        # At once: between a decision and the last member that knows it this is most of the time.
+        history, displaced = await asyncio.gather(self._reader.read(), self._is_displaced())
         number = history.number
         if number < self._journal.seen:
             raise WeightSyncError(
@@ -155,7 +156,7 @@ class MemberView:
                 [(number, phase) for phase in ApplyPhase if await self._has_said(number, phase)]
             )
         await self._look_for_coordinator(history)
-        self.displaced = await self._is_displaced()
+        self.displaced = displaced
         self.history, self.read_at = history, asked
 
     async def _has_said(self, number: int, phase: ApplyPhase) -> bool:

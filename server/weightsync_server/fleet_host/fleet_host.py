@@ -74,10 +74,12 @@ class FleetHost:
         """As `HostApply` says; a host that serves nothing has the version in memory."""
         async with self._turn:
             await self._let_go()
+            if self._gate.is_shut:
+                # Its member takes it for one that serves nothing; now it is so, before the version
+                # is waited for.
+                await self._fence_engines(f"this host goes to version {target.number} first")
             record = await self._find(target)
             if self._gate.is_shut:
-                # Its member takes it for one that serves nothing; now it is so.
-                await self._fence_engines(f"this host goes to version {record.version} first")
                 timeout_s = self._limits.prepare_timeout_s
                 self._staged = await self._model.stager.stage(record.version, timeout_s)
                 return

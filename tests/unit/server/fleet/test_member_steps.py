@@ -1,0 +1,57 @@
+"""What a member does next where it is behind, or does not know yet what its host does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weightsync_server.fleet.fleet_history import Apply, History
+from weightsync_server.fleet.fleet_plan import FleetPlan, FleetVersion, Kind, Verdict
+from weightsync_server.fleet.member_steps import (
+    Fence,
+    MemberState,
+    Mode,
+    Prepare,
+    Wait,
+    next_step,
+)
+
+
+def _version(number: int) -> FleetVersion:
+    return FleetVersion(number, f"{number:032x}")
+
+
+def _apply(number: int, kind: Kind, *, committed: bool) -> Apply:
+    """Return an apply of the version above its number, from the one with its number."""
+    plan = FleetPlan(
+        number, f"n{number}", kind, _version(number + 1), _version(number), (("m",),), 1
+    )
+    return Apply(plan, decisions=(Verdict.COMMIT,) if committed else ())
+
+
+_SERVES_OLD = MemberState("m", _version(1))
+
+
+def test_one_that_is_behind_a_barrier_is_fenced_also_during_the_next_apply() -> None:
+    applies = (
+        _apply(1, Kind.BARRIER, committed=True),
+        _apply(2, Kind.ROLLING, committed=False),
+    )
+    assert isinstance(next_step(_SERVES_OLD, History(applies)), Fence)
+    fenced = replace(_SERVES_OLD, mode=Mode.FENCED)
+    assert next_step(fenced, History(applies)) == Prepare(_version(3))
+
+
+def test_one_that_is_not_behind_takes_part() -> None:
+    applies = (
+        _apply(1, Kind.ROLLING, committed=True),
+        _apply(2, Kind.ROLLING, committed=False),
+    )
+    assert next_step(_SERVES_OLD, History(applies), max_skew=1) == Prepare(_version(3))
+    assert isinstance(next_step(_SERVES_OLD, History(applies), max_skew=0), Fence)
+
+
+def test_what_generates_since_before_a_start_is_fenced_when_nothing_can_be_read() -> None:
+    begun = MemberState("m", None, Mode.FENCED, unasked=True)
+    assert next_step(begun, None) == Wait()
+    assert isinstance(next_step(replace(begun, stale=True), None), Fence)
+    assert next_step(replace(begun, stale=True, unasked=False), None) == Wait()
