@@ -56,6 +56,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
@@ -109,6 +110,8 @@ def main() -> None:
 
 
 def _measure(options: argparse.Namespace) -> None:
+    # As an error does, a signal then ends servers and takes the namespaces away.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     link = round(options.link_mb * 1e6)
     measure = Measure(options.hosts, options.mib << 20, options.rounds, link, options.decisions)
     samples, facts = measured(measure)

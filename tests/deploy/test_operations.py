@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.compose_file import ROOT
+from tests.deploy.metric_families import family_names, of_followers_and_members
 from tests.deploy.promql import alert_rules
 from weightsync_client.cli.exit_codes import MEANINGS
-from weightsync_server.fleet.member_steps import Mode
-from weightsync_server.fleet_host.fleet_metrics import FleetMetrics
-from weightsync_server.follow.follow_metrics import FollowMetrics
-from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from prometheus_client.core import Metric
-
     from tests.deploy.conftest import LoneServer
-    from weightsync_server.fleet.fleet_member import FleetMember
 
 PAGE = (ROOT / "docs/operations.md").read_text()
 
@@ -37,27 +28,10 @@ def _titles(page: str) -> set[str]:
     return {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def _names(families: Iterable[Metric]) -> set[str]:
-    return {family.name + ("_total" if family.type == "counter" else "") for family in families}
-
-
-def _of_followers_and_members() -> set[str]:
-    """Of servers that follow or are in a fleet; names alone are asked for, so nobody is in one."""
-    metrics = Metrics("m")
-    FollowMetrics(metrics)
-    nobody = SimpleNamespace(
-        view=SimpleNamespace(history=None, why=""),
-        state=SimpleNamespace(mode=Mode.SERVING),
-        host=SimpleNamespace(live=lambda: 0),
-    )
-    FleetMetrics(metrics, cast("FleetMember", nobody))
-    return _names(metrics.registry.collect())
-
-
 def test_every_metric_is_explained(lone_server: LoneServer) -> None:
-    families = _names(text_string_to_metric_families(lone_server.scrape()))
+    families = family_names(text_string_to_metric_families(lone_server.scrape()))
     explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z_]+)", _section("Metrics")))
-    assert explained == families | _of_followers_and_members()
+    assert explained == families | of_followers_and_members()
 
 
 def test_every_alert_is_explained_with_its_severity() -> None:

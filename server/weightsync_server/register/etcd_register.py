@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from weightsync import clock
 from weightsync.errors import Reason
 from weightsync.etcd.v3 import etcd_pb2 as pb
 from weightsync_server.register.etcd_channels import refusal, refused
@@ -31,7 +32,7 @@ __all__ = ["EtcdRegister"]
 _PAGE = 256
 #: Of one transaction, as etcd is set up by itself.
 _MOST_OPERATIONS = 128
-#: How long a watch lasts until another takes its place, and the pause before, in seconds.
+#: How long a watch lasts until another takes its place, and the pause after a fault, in seconds.
 _WATCH_S, _PAUSE_S = 30.0, 0.2
 #: A member of etcd without a leader ends the watch, instead of staying silent.
 _LEADER = (("hasleader", "true"),)
@@ -127,7 +128,7 @@ class EtcdRegister:
         create = pb.WatchCreateRequest(key=reach.key, range_end=reach.range_end)
         request = pb.WatchRequest(create_request=create)
         while True:
-            stubs = self._channels.stubs
+            stubs, begun = self._channels.stubs, clock.monotonic()
             call = stubs.watch.Watch(timeout=_WATCH_S, metadata=_LEADER)
             try:
                 await call.write(request)
@@ -145,7 +146,9 @@ class EtcdRegister:
             finally:
                 call.cancel()
             self._channels.leave(stubs)
-            await asyncio.sleep(_PAUSE_S)
+            if clock.monotonic() < begun + _WATCH_S / 2:
+                # A fault; after a deadline, whoever waits for a decision would wait for this, too.
+                await asyncio.sleep(_PAUSE_S)
 
     async def member(self, key: str, value: bytes, ttl_s: int) -> Membership:
         """Put a member there, as in `Register`."""

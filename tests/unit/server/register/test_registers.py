@@ -136,6 +136,8 @@ async def test_a_watch_asks_for_all_to_be_read_now_and_then(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd_register, "_WATCH_S", 0.5)
+    # Which a watch that ends by its deadline does without.
+    monkeypatch.setattr(etcd_register, "_PAUSE_S", 3600.0)
     monkeypatch.setattr(key_changes, "_BACKSTOP_S", 0.5)
     async with hints(register, "applies/") as queue:
         for _ in range(3):
