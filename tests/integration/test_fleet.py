@@ -68,7 +68,7 @@ def run_in_terminal(fleet: FleetServers, name: str, *arguments: str) -> tuple[st
     return printed, shown.decode()
 
 
-@pytest.fixture(params=["folder", "etcd", pytest.param("bucket", marks=pytest.mark.matrix)])
+@pytest.fixture(params=["folder", "etcd", pytest.param("bucket", marks=pytest.mark.battery)])
 def place(
     request: pytest.FixtureRequest, program: Callable[[str, str], str], tmp_path: Path
 ) -> Iterator[RegisterPlace]:

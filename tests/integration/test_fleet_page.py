@@ -174,7 +174,8 @@ def test_a_typed_origin_and_its_typed_follower(site: Site, origin: str, follower
 
         def staged() -> bool:
             return any(
-                (one.version, one.content_digest, one.residency)
+                one.commit_time is not None
+                and (one.version, one.content_digest, one.residency)
                 == (pushed.version, pushed.content_digest, Residency.STAGED)
                 for one in host.versions()
             )
