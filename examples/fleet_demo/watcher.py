@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol, Self
 
 from weightsync_client import Client, ClientError, Retry, Timeouts
@@ -70,12 +69,7 @@ class Watcher:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         for thread in self._threads:
             thread.join(2 * _ANSWER_S)

@@ -6,14 +6,11 @@ what was written down, brings them together again.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
 import time
 from typing import TYPE_CHECKING
 
-import grpc
 import pytest
 
 from tests.support.following import until
@@ -22,6 +19,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import EngineState
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterator
 
     from tests.support.several_engines import EngineHost
@@ -51,22 +49,7 @@ def _request() -> pb.ApplyVersionRequest:
 
 
 def _roll(host: EngineHost) -> threading.Thread:
-    """Roll the newest version out in a thread, once; whatever comes of it."""
-    stub = host.server.stub
-
-    def call() -> None:
-        # ValueError: the channel is closed, with the server.
-        with contextlib.suppress(grpc.RpcError, ValueError):
-            stub.ApplyVersion(_request(), timeout=60)
-
-    thread = threading.Thread(target=call, name="apply")
-    thread.start()
-    return thread
-
-
-def _died(host: EngineHost) -> bool:
-    process = host.server.process
-    return process is not None and process.poll() is not None
+    return host.apply_once(_request())
 
 
 def _all_generate(host: EngineHost) -> bool:
@@ -102,7 +85,7 @@ def test_the_server_is_killed_when_one_has_gone(host: EngineHost, point: str) ->
     version = host.push(1)
     host.plan(f"{name}={action}")
     call = _roll(host)
-    until(lambda: _died(host), f"the server dies at {name}")
+    until(lambda: host.died, f"the server dies at {name}")
     # What stood still goes on by itself, with what its ranks hold.
     until(lambda: _all_generate(host), "all generate")
     alone = host.serves()
@@ -173,7 +156,7 @@ def test_the_server_is_killed_while_the_first_goes_back(host: EngineHost, point:
     until(lambda: host.hit("apply.committed"), "the second has the version")
     (pid,) = host.engines["b"].pids()
     os.kill(pid, signal.SIGKILL)
-    until(lambda: _died(host), "the server dies while it puts the first back")
+    until(lambda: host.died, "the server dies while it puts the first back")
     host.disappear("b")
     until(lambda: _all_generate(host), "the first goes on with what it holds")
     alone = host.serves()

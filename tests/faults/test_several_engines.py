@@ -6,14 +6,11 @@ generates with another.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
 
 from tests.support.following import until
@@ -22,6 +19,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import EngineState
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterable, Iterator
 
     from tests.support.several_engines import EngineHost
@@ -48,24 +46,7 @@ def host() -> Iterator[EngineHost]:
 
 
 def _apply(host: EngineHost, key: str = "") -> threading.Thread:
-    """Apply the newest version in a thread, once; whatever comes of it."""
-    # Not the client, which repeats a call that was lost.
-    stub = host.server.stub
-
-    def call() -> None:
-        request = pb.ApplyVersionRequest(model="default", idempotency_key=key)
-        # ValueError: the channel is closed, with the server.
-        with contextlib.suppress(grpc.RpcError, ValueError):
-            stub.ApplyVersion(request, timeout=60)
-
-    thread = threading.Thread(target=call, name="apply")
-    thread.start()
-    return thread
-
-
-def _died(host: EngineHost) -> bool:
-    process = host.server.process
-    return process is not None and process.poll() is not None
+    return host.apply_once(pb.ApplyVersionRequest(model="default", idempotency_key=key))
 
 
 #: Tried in every run; the others take long and tell little more.
@@ -82,7 +63,7 @@ def test_the_server_is_killed_at_every_point(host: EngineHost, point: str) -> No
     host.push(1)
     host.plan(f"{point}=panic")
     call = _apply(host)
-    until(lambda: _died(host), f"the server dies at {point}")
+    until(lambda: host.died, f"the server dies at {point}")
     # Their leases run out.
     time.sleep(2 * LEASE_S)
     alone = set(host.serves().values())
@@ -168,7 +149,7 @@ def test_a_call_that_was_lost_is_answered_by_the_next_server(host: EngineHost) -
     version = host.push(1)
     host.plan("host.decided=panic")
     call = _apply(host, "once")
-    until(lambda: _died(host), "the server dies")
+    until(lambda: host.died, "the server dies")
     host.restart()
     call.join()
     host.all_serve(1)

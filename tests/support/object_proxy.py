@@ -7,8 +7,10 @@ import http.client
 import threading
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, ClassVar
+
+from tests.support.http_handlers import serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,15 +119,9 @@ def object_proxy(behind: int) -> Iterator[ObjectProxy]:
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    proxy = ObjectProxy(server.server_port)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield proxy
-    finally:
-        stopped.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Handler) as port:
+        proxy = ObjectProxy(port)
+        try:
+            yield proxy
+        finally:
+            stopped.set()

@@ -12,12 +12,14 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import torch
 
 from tests.soak.contents import KINDS, MemoryContents
 from tests.soak.site import MemoryEngineProcess
 from tests.support.following import until
 from tests.support.weightsync_server import WeightSyncServer
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import Client, EngineState
 
 if TYPE_CHECKING:
@@ -121,6 +123,25 @@ class EngineHost:
         with self.client as client:
             (model,) = client.status().models
         return {one.name: one for one in model.engines}
+
+    def apply_once(self, request: pb.ApplyVersionRequest) -> threading.Thread:
+        """Apply in a thread, whatever comes of it; not as the client, which repeats a lost call."""
+        stub = self.server.stub
+
+        def call() -> None:
+            # ValueError: the channel is closed, with the server.
+            with contextlib.suppress(grpc.RpcError, ValueError):
+                stub.ApplyVersion(request, timeout=60)
+
+        thread = threading.Thread(target=call, name="apply")
+        thread.start()
+        return thread
+
+    @property
+    def died(self) -> bool:
+        """Whether the server has ended."""
+        process = self.server.process
+        return process is not None and process.poll() is not None
 
     def restart(self) -> None:
         """Start the server again, without failpoints."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import re
-import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING
+
+from tests.support.http_handlers import serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,18 +74,12 @@ def unasked_cache(behind: int) -> Iterator[UnaskedCache]:
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    cache = UnaskedCache(server.server_port)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield cache
-    finally:
-        cache.endless = False
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Handler) as port:
+        cache = UnaskedCache(port)
+        try:
+            yield cache
+        finally:
+            cache.endless = False
 
 
 def _object(port: int, path: str) -> bytes:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
-import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support.benchmark_lines import benchmark_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.timeout(300)
 
 _WAYS = ("file", "s3", "grpc")
 
 
-def test_bytes_decisions_and_a_late_joiner(etcd: str) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make hosts of namespaces")
+def test_bytes_decisions_and_a_late_joiner(etcd: str, program: Callable[[str, str], str]) -> None:
     assert etcd
-    if os.geteuid() or not shutil.which("tc"):
-        pytest.skip("needs root and tc(8)")
-    command = [sys.executable, "-m", "benchmarks.fleet", "--json", "--hosts", "2", "--mib", "4"]
-    command += ["--rounds", "1", "--decisions", "3"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = done.stdout.splitlines()
-    report = json.loads(line)
+    assert program("tc", "iproute2")
+    flags = ("--hosts", "2", "--mib", "4", "--rounds", "1", "--decisions", "3")
+    report = benchmark_line("fleet", *flags)
     given = {"hosts": 2, "size": 4 << 20, "rounds": 1, "decisions": 3}
     assert given.items() <= report["parameters"].items()
     for way in _WAYS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 from tests.unit.server.world import content, make_shard, real_fetchers, simple, world
@@ -10,6 +11,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.catalog.local_numbers import local_number
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.unit.server.conftest import Offered
@@ -25,6 +27,19 @@ async def adopted(here: World, offered: Offered, shards: list[Shard]) -> int:
             if error.reason is not Reason.PUSH_ABORTED:
                 raise
             await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def worlds(bucket: str, folder: Path, names: str) -> AsyncIterator[list[World]]:
+    """Open servers that share a bucket; before any of them has a version."""
+    async with contextlib.AsyncExitStack() as stack:
+        fetchers = await stack.enter_async_context(real_fetchers())
+        yield [
+            await stack.enter_async_context(
+                world(folder / name, store=bucket, identity=name, fetchers=fetchers)
+            )
+            for name in names
+        ]
 
 
 def numbers(here: World) -> list[int]:
@@ -45,13 +60,7 @@ async def test_equal_content_joins_and_other_content_stays_local(
     bucket: str, tmp_path: Path, offered: Offered
 ) -> None:
     same, other = simple(1), simple(2)
-    async with (
-        real_fetchers() as fetchers,
-        world(tmp_path / "a", store=bucket, identity="a", fetchers=fetchers) as one,
-        world(tmp_path / "b", store=bucket, identity="b", fetchers=fetchers) as two,
-        world(tmp_path / "c", store=bucket, identity="c", fetchers=fetchers) as three,
-    ):
-        # All were opened before there was any version.
+    async with worlds(bucket, tmp_path, "abc") as (one, two, three):
         assert await adopted(one, offered, same) == 1
         assert await adopted(two, offered, in_one_file(same)) == 1
         local = await adopted(three, offered, other)
@@ -67,12 +76,7 @@ async def test_of_those_that_come_at_once_one_creates_the_number(
     bucket: str, tmp_path: Path, offered: Offered
 ) -> None:
     same, other = simple(1), simple(2)
-    async with (
-        real_fetchers() as fetchers,
-        world(tmp_path / "a", store=bucket, identity="a", fetchers=fetchers) as one,
-        world(tmp_path / "b", store=bucket, identity="b", fetchers=fetchers) as two,
-        world(tmp_path / "c", store=bucket, identity="c", fetchers=fetchers) as three,
-    ):
+    async with worlds(bucket, tmp_path, "abc") as (one, two, three):
         found = await asyncio.gather(
             adopted(one, offered, same),
             adopted(two, offered, in_one_file(same)),
@@ -90,11 +94,7 @@ async def test_of_those_that_come_at_once_one_creates_the_number(
 async def test_who_has_the_epoch_numbers_what_it_starts_on(
     bucket: str, tmp_path: Path, offered: Offered
 ) -> None:
-    async with (
-        real_fetchers() as fetchers,
-        world(tmp_path / "a", store=bucket, identity="a", fetchers=fetchers) as one,
-        world(tmp_path / "b", store=bucket, identity="b", fetchers=fetchers) as two,
-    ):
+    async with worlds(bucket, tmp_path, "ab") as (one, two):
         await one.model.epochs.acquire("trainer")
         assert await one.push(simple(1), epoch=1) == 1
         assert await adopted(two, offered, simple(2)) == local_number(content(simple(2)))
