@@ -165,7 +165,7 @@ bench-fleet: setup
 	$(PY) -m benchmarks.fleet --hosts 8 --json
 
 .PHONY: bench
-bench: $(BENCHMARKS:%=bench-%) bench-memory bench-simulation bench-fleet ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
+bench: $(BENCHMARKS:%=bench-%) bench-memory bench-simulation $(if $(filter 0,$(shell id -u)),bench-fleet) ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
 
 GPU_PATH = $(CURDIR):$(CURDIR)/server:$(CURDIR)/client:$${PYTHONPATH:-}
 

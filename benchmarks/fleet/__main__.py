@@ -98,7 +98,7 @@ def main() -> None:
         _measure(options)
         return
     if not options.simulate:
-        parser.error("measure with --hosts 8, or simulate with --simulate 10,100,1000")
+        parser.error("name what to do: measure with --hosts 8, or --simulate 10,100,1000")
     if options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}; it must be 1 or more")
     lines = simulated(options.simulate, options.seeds)

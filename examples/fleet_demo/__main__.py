@@ -22,7 +22,7 @@ from rich.console import Console
 from examples.demo.processes import Processes, ProcessesError, exit_on_signals, short_folder
 from examples.fleet_demo.course import Course, Plan, Shown
 from examples.fleet_demo.hosts import LEASE_S, Follower, Origin
-from examples.fleet_demo.services import find_programs, start_etcd, start_store
+from examples.fleet_demo.services import check_programs, start_etcd, start_store
 from examples.fleet_demo.table import View
 from examples.fleet_demo.trainer import Trainer
 from examples.fleet_demo.watcher import Watcher
@@ -41,7 +41,7 @@ def main() -> int:
     console = Console()
     _say(console, _promise(plan))
     try:
-        etcd = find_programs()
+        etcd = check_programs()
         with tempfile.TemporaryDirectory(prefix="ws-fleet-", dir=short_folder()) as folder:
             shown = _run(plan, etcd, Path(folder), console)
     except KeyboardInterrupt:

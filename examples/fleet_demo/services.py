@@ -11,7 +11,7 @@ from pathlib import Path
 
 from examples.demo.processes import Processes, ProcessesError, free_port
 
-__all__ = ["Store", "find_programs", "start_etcd", "start_store"]
+__all__ = ["Store", "check_programs", "start_etcd", "start_store"]
 
 _BUCKET = "weights"
 #: Where `make setup` puts moto, which needs other releases of what this project needs.
@@ -33,8 +33,8 @@ class Store:
     variables: dict[str, str]
 
 
-def find_programs() -> str:
-    """Return the path of etcd.
+def check_programs() -> str:
+    """Return the path of etcd, the S3 server being there too.
 
     Raises:
         ProcessesError: Something that the demo needs is not installed; the message says what to do.

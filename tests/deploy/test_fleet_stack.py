@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +23,7 @@ from tests.deploy.containers import Stack
 from tests.deploy.test_fleet_compose import FILE, SECRETS, SERVERS
 from tests.support.following import until
 from tests.support.memory_bridge import memory_bridge
+from tests.support.object_servers import MOTO
 from weightsync_client import Client
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(300)]
 
-_MOTO = Path(sys.prefix) / "opt" / "moto"
 _MEMORY_BYTES = 64 << 20
 
 
@@ -63,7 +62,7 @@ def _store(service: Service) -> Service:
     return dataclasses.replace(
         service,
         argv=command,
-        environment={**service.environment, "PYTHONPATH": str(_MOTO)},
+        environment={**service.environment, "PYTHONPATH": str(MOTO)},
         healthcheck=[sys.executable, "-c", _MAKE_BUCKET],
     )
 

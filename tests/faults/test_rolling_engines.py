@@ -118,7 +118,7 @@ def test_the_second_dies_or_freezes_and_the_first_goes_back(
     host: EngineHost, point: str, blow: signal.Signals
 ) -> None:
     host.push(1)
-    host.plan(f"{point}=1>1*sleep(0.5)")
+    host.plan(f"{point}=1>1*sleep(2)")
     call = _roll(host)
     until(lambda: host.hit(point), f"the apply of the second comes to {point}")
     assert host.serves()["a"] == 1
@@ -151,7 +151,7 @@ def test_the_second_dies_or_freezes_and_the_first_goes_back(
 )
 def test_the_server_is_killed_while_the_first_goes_back(host: EngineHost, point: str) -> None:
     version = host.push(1)
-    host.plan(f"apply.committed=1>1*sleep(0.5);{point}")
+    host.plan(f"apply.committed=1>1*sleep(2);{point}")
     call = _roll(host)
     until(lambda: host.hit("apply.committed"), "the second has the version")
     (pid,) = host.engines["b"].pids()

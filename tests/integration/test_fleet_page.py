@@ -21,11 +21,11 @@ from safetensors.numpy import save_file
 
 from tests.support.certificates import Authority
 from tests.support.etcd import ProtectedEtcd, free_ports
+from tests.support.fleet_page import commands
 from tests.support.following import until
 from tests.support.object_servers import ObjectServer, moto
 from tests.support.secured import authority_text
 from tests.support.serving import wait_serving
-from tests.unit.server.test_fleet_page import commands
 from weightsync_client import Access, Client, ClientError, Residency
 from weightsync_server.auth.principals import new_token, token_hash
 

@@ -46,12 +46,14 @@ class FileHost:
         folder: Made when missing.
 
     Attributes:
+        name: Of the folder.
         refuses: What to refuse: `prepare`, `pause`, `commit`, or a mode to pause in.
         gate: Where it is given, `prepare` waits for it.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.name = folder.name
         self._state, self._log = folder / "state.json", folder / "log"
         self.refuses: set[str] = set()
         self.gate: asyncio.Event | None = None

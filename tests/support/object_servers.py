@@ -22,11 +22,13 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["BUCKET", "ObjectServer", "azurite", "moto", "npm_program", "s3rver"]
+__all__ = ["BUCKET", "MOTO", "ObjectServer", "azurite", "moto", "npm_program", "s3rver"]
 
 BUCKET = "weights"
 
 _OPT = Path(sys.prefix) / "opt"
+#: It needs other releases of what this project needs.
+MOTO = _OPT / "moto"
 #: Published with azurite: an account that every copy has, and its key.
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -91,7 +93,7 @@ def moto(
     """
     port = _free_port()
     # It needs other releases of what the tests need, so it has a folder of its own.
-    environment = os.environ | {"PYTHONPATH": str(_OPT / "moto")}
+    environment = os.environ | {"PYTHONPATH": str(MOTO)}
     if asks:
         environment |= {"INITIAL_NO_AUTH_ACTION_COUNT": "1000"}
     command = [*wrapper, sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]

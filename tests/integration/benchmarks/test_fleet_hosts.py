@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.deploy.conftest import require_namespaces
 from tests.support.benchmark_lines import benchmark_line
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(300)
 _WAYS = ("file", "s3", "grpc")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make hosts of namespaces")
 def test_bytes_decisions_and_a_late_joiner(etcd: str, program: Callable[[str, str], str]) -> None:
+    require_namespaces()
     assert etcd
     assert program("tc", "iproute2")
     flags = ("--hosts", "2", "--mib", "4", "--rounds", "1", "--decisions", "3")

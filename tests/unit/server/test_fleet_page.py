@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from pydantic_settings import CliApp
 
+from tests.support.fleet_page import PAGE, commands
 from weightsync_server.settings import Settings
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGE = (DOCS / "fleet.md").read_text()
 SCALE = (DOCS / "scale.md").read_text()
 #: Where a figure of the page is in the simulation's table: payload, hosts, store, what differs, and
 #: the column, counted from 0.
@@ -28,13 +28,6 @@ def _simulated(payload: str, hosts: str, store: str, differs: str, column: int) 
 def _row(begin: str) -> str:
     (found,) = (line for line in PAGE.splitlines() if line.startswith(begin))
     return found
-
-
-def commands(program: str) -> list[str]:
-    """Return the command lines of a program on the page, without comments."""
-    blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-    lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.split(" ")[0] == program]
 
 
 @pytest.mark.parametrize("line", commands("weightsync-server"))
@@ -83,5 +76,5 @@ def test_defaults_are_those_of_the_settings() -> None:
     assert len(rows) >= 8
     for name, default in rows:
         field = Settings.model_fields[name.replace("-", "_")]
-        wanted = "5/8 of the cores" if name == "fetchers" else str(field.default)
+        wanted = "5/8 of the cores, 2 to 16" if name == "fetchers" else str(field.default)
         assert default == wanted, name

@@ -197,7 +197,7 @@ async def test_a_pause_that_runs_out_before_the_decision_fences(
         await it.push(2)
         for supervisor in it.set.supervisors:
             assert supervisor._session is not None
-            supervisor._session.lease_s = 1.2
+            supervisor._session.lease_s = 3.0
         engines["b"].before["renew"] = away
         seen: dict[str, str] = {}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.fleet_hosts import version
+from tests.support.fleet_hosts import FileHost, version
 from tests.support.fleet_tasks import LIMITS, until
 from weightsync.engine import BETWEEN_STEPS, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
@@ -26,28 +26,16 @@ _ABORT = PauseSpec("abort", clear_cache=False)
 
 
 @pytest.fixture
-def asked(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, PauseSpec | None]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, PauseSpec | None]]:
     """What hosts are asked to prepare: name, number, pause."""
     found: list[tuple[str, int, PauseSpec | None]] = []
+    prepare = FileHost.prepare
 
-    def noted(name: str) -> None:
-        host = fleet.hosts[name]
-        prepare = host.prepare
+    async def note(self: FileHost, target: FleetVersion, pause: PauseSpec | None = None) -> None:
+        found.append((self.name, target.number, pause))
+        await prepare(self, target, pause)
 
-        async def note(target: FleetVersion, pause: PauseSpec | None = None) -> None:
-            found.append((name, target.number, pause))
-            await prepare(target, pause)
-
-        monkeypatch.setattr(host, "prepare", note)
-
-    start = fleet.start
-
-    async def started(*names: str) -> None:
-        await start(*names)
-        for name in names:
-            noted(name)
-
-    monkeypatch.setattr(fleet, "start", started)
+    monkeypatch.setattr(FileHost, "prepare", note)
     return found
 
 
@@ -73,7 +61,7 @@ async def test_one_that_comes_late_pauses_as_where_nobody_chooses(
     await fleet.coordinator().apply(version(2), Kind.ROLLING, pause=_ABORT)
     await fleet.start("b")
     await fleet.until_serving(a=2, b=2)
-    assert [one for one in asked if one[0] == "b"] in ([], [("b", 2, None)])
+    assert [one for one in asked if one[0] == "b"] == [("b", 2, None)]
 
 
 async def test_what_is_prepared_for_one_pause_is_not_used_for_another(
