@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -40,14 +41,14 @@ def _steps(report: FleetReport) -> tuple[int, int]:
 @contextlib.contextmanager
 def fleet_progress(client: Client) -> Iterator[None]:
     """Show the apply that the block asks for on stderr if that is a terminal."""
-    # Only here: it costs a tenth of a second that no other command needs.
+    if not sys.stderr.isatty():
+        yield
+        return
+    # Only here: it costs a tenth of a second that nobody else needs.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
     # What members say is text, and no markup.
     columns = TextColumn("{task.description}", markup=False), BarColumn()
     with Progress(*columns, console=console, transient=True) as bar:

@@ -12,12 +12,10 @@ if TYPE_CHECKING:
 
 __all__ = ["as_they_come", "by_size"]
 
-#: Source bytes for one shard, or a sixteenth of all: the first is on its way early, and a large
-#: model is no heap of little files.
+#: Bytes of one shard, or a sixteenth of all source bytes: the first is on its way early, and a
+#: large model is no heap of little files. A thousand hosts that follow a bucket ask for each
+#: object, and a bucket answers so many requests in a second and no more.
 _GROUP_BYTES, _GROUPS = 64 << 20, 16
-#: What a shard shall take at least where little has changed: a thousand hosts that follow a bucket
-#: ask for each object, and a bucket answers so many requests in a second and no more.
-_SHARD_BYTES = 64 << 20
 #: Below it a sample says that next to nothing has changed.
 _LEAST_RATIO = 1e-4
 
@@ -35,8 +33,8 @@ def by_size(
         ratio: Bytes that its shard will take over those of a group, as a sample has it.
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor.size)
-    least = max(_GROUP_BYTES, sum(tensor.size for tensor in ordered) // _GROUPS)
-    least = max(least, int(_SHARD_BYTES / max(ratio, _LEAST_RATIO)))
+    worth = int(_GROUP_BYTES / max(ratio, _LEAST_RATIO))
+    least = max(worth, sum(tensor.size for tensor in ordered) // _GROUPS)
     group: list[SourceTensor] = []
     size = 0
     for tensor in ordered:

@@ -115,7 +115,9 @@ class Journal:
         Raises:
             WeightSyncError: DISK_EXHAUSTED; the record does not count.
         """
-        await self._file.append(self._intent(plan))
+        # Not of its DONE: that ends for one engine what began for one.
+        bases = {self.engine: plan.base.record.version} if plan.for_host else {}
+        await self._file.append(replace(self._intent(plan), bases=bases))
 
     async def intent_to_place(self, target: PreparedVersion) -> None:
         """Write down that a version is about to be placed in an engine that stands still.
@@ -184,10 +186,7 @@ class Journal:
     def _intent(self, plan: CutoverPlan) -> Entry:
         target, base = plan.target, plan.base.record.version
         version = target.record.version
-        bases = {self.engine: base} if plan.for_host else {}
-        return Entry(
-            "INTENT", target.apply_id, version, base, plan.cause, engine=self.engine, bases=bases
-        )
+        return Entry("INTENT", target.apply_id, version, base, plan.cause, engine=self.engine)
 
 
 def live_in_store(file: JournalFile) -> frozenset[int]:

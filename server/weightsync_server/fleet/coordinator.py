@@ -157,9 +157,9 @@ class Coordinator:
                 VERSION_BELOW_LIVE, NO_ROLLBACK, REQUEST_INVALID. SERVER_AWAY: nobody is there.
                 DEADLINE_EXCEEDED: the register does not answer, and nothing was planned.
         """
-        check_pause(kind, pause, self._limits.undecided_s)
         if earlier := planned_with(await self._reader.read(), key, target):
             return await self.drive(earlier)
+        check_pause(kind, pause, self._limits.undecided_s)
         history = await self._free()
         await check_new(self._register, history, target)
         return await self._plan_and_drive(
@@ -178,9 +178,9 @@ class Coordinator:
         Raises:
             WeightSyncError: NO_ROLLBACK, and as `apply`.
         """
-        check_pause(kind, pause, self._limits.undecided_s)
         if earlier := planned_with(await self._reader.read(), key, None):
             return await self.drive(earlier)
+        check_pause(kind, pause, self._limits.undecided_s)
         history = await self._free()
         target, left = await rollback_target(self._register, history)
         return await self._plan_and_drive(

@@ -301,8 +301,9 @@ class FleetMember:
             self._fail(target, error)
             self._state = replace(self._state, mode=Mode.FENCED, unasked=False, prepared=None)
             return
-        live = replace(self._state, mode=Mode.SERVING, unasked=False)
-        self._state = replace(live, prepared=None, failed=None)
+        self._state = replace(
+            self._state, mode=Mode.SERVING, unasked=False, prepared=None, failed=None
+        )
         await failpoints.reach("fleet.committed")
         await self._journal.serve()
 

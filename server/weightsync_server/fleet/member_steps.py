@@ -157,7 +157,7 @@ def next_step(state: MemberState, history: History | None, max_skew: int = 1) ->
         return Fence("the decision on a barrier could not be learnt in time; it is asked for still")
     if state.stale and (state.unasked or state.mode is Mode.SERVING):
         return Fence("the fleet's register was not read for longer than max_age_s; check it")
-    if state.displaced and state.mode is not Mode.FENCED:
+    if state.displaced and (state.unasked or state.mode is not Mode.FENCED):
         return Fence(f"another server is member {state.name} now; give each --fleet-member a name")
     if history is None or state.stale or state.displaced:
         return Wait()
@@ -176,7 +176,8 @@ def next_step(state: MemberState, history: History | None, max_skew: int = 1) ->
 
 def _is_behind(state: MemberState, history: History, max_skew: int) -> bool:
     """Return whether a host serves what it must not serve any more."""
-    if state.mode is not Mode.SERVING:
+    # What is decided may be of a commit that cannot be read, and so is missed by whoever serves it.
+    if state.mode is not Mode.SERVING or state.live == history.target:
         return False
     missed = history.missed(state.live)
     barrier = any(one.plan.kind is Kind.BARRIER for one in missed)

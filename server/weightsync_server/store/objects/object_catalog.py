@@ -52,8 +52,9 @@ class ObjectCatalog:
     async def refresh(self) -> None:
         """Look which versions exist now; records that have not changed are not read again."""
         names = await self._fence.records()
-        floor = await self._fence.floor()
-        folds = await self._client.list_under(f"{self._model}/full")
+        floor, folds = await asyncio.gather(
+            self._fence.floor(), self._client.list_under(f"{self._model}/full")
+        )
         self._undecided = floor.undecided > 0
         seen = {
             name: (names[name], folds.get(self.key("full", name)))

@@ -54,7 +54,7 @@ def shard_name(view: memoryview, look: Callable[[], None]) -> ShardName:
         look: Called between pieces; it raises to end the work.
     """
     digest = xxhash.xxh3_128()
-    for piece in _pieces(view, look):
+    for piece in _ranges(view, look):
         digest.update(piece)
     return ShardName(digest.hexdigest(), len(view))
 
@@ -63,7 +63,7 @@ def _digests(view: memoryview, look: Callable[[], None]) -> PieceDigests:
     found = []
     for begin in range(0, len(view), PIECE_BYTES):
         digest = blake3()
-        for piece in _pieces(view[begin : begin + PIECE_BYTES], look):
+        for piece in _ranges(view[begin : begin + PIECE_BYTES], look):
             digest.update(piece)
         found.append(digest.digest())
     return PieceDigests(PIECE_BYTES, b"".join(found))
@@ -228,15 +228,15 @@ def _put(bucket: Bucket, key: str, view: memoryview, look: Callable[[], None]) -
     if len(view) <= _RANGE:
         _put_small(bucket, key, bytes(view))
         return
-    pieces = _pieces(view, look)
-    obstore.put(bucket, key, pieces, chunk_size=_RANGE, max_concurrency=_UPLOADS)
+    ranges = _ranges(view, look)
+    obstore.put(bucket, key, ranges, chunk_size=_RANGE, max_concurrency=_UPLOADS)
 
 
 def _put_small(bucket: Bucket, key: str, data: bytes) -> None:
     obstore.put(bucket, key, data, use_multipart=False)
 
 
-def _pieces(view: memoryview, look: Callable[[], None]) -> Iterator[memoryview]:
+def _ranges(view: memoryview, look: Callable[[], None]) -> Iterator[memoryview]:
     for begin in range(0, len(view), _RANGE):
         look()
         yield view[begin : begin + _RANGE]

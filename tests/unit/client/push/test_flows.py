@@ -31,7 +31,6 @@ from weightsync_client.source.tensors import wrap
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every tensor or two make a shard."""
     monkeypatch.setattr(grouping, "_GROUP_BYTES", 1)
-    monkeypatch.setattr(grouping, "_SHARD_BYTES", 0)
     monkeypatch.setattr(grouping, "_GROUPS", 8)
 
 

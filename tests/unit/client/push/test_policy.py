@@ -125,7 +125,6 @@ def test_a_cut_delta_goes_on_where_it_stopped(
     client: Client, servicer: Any, monkeypatch: pytest.MonkeyPatch, streams: int
 ) -> None:
     monkeypatch.setattr(grouping, "_GROUP_BYTES", 1)
-    monkeypatch.setattr(grouping, "_SHARD_BYTES", 0)
     monkeypatch.setattr(grouping, "_GROUPS", 8)
     tensors = model(count=8, elements=200_000)
     client.push(tensors)

@@ -28,7 +28,6 @@ Pairs = Iterator[tuple[str, Any]]
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have several tensors make a shard of a delta."""
     monkeypatch.setattr(grouping, "_GROUP_BYTES", 300_000)
-    monkeypatch.setattr(grouping, "_SHARD_BYTES", 0)
     monkeypatch.setattr(grouping, "_GROUPS", 8)
 
 

@@ -55,3 +55,20 @@ def test_what_generates_since_before_a_start_is_fenced_when_nothing_can_be_read(
     assert next_step(begun, None) == Wait()
     assert isinstance(next_step(replace(begun, stale=True), None), Fence)
     assert next_step(replace(begun, stale=True, unasked=False), None) == Wait()
+
+
+def test_one_that_serves_what_is_decided_is_not_behind_a_commit_that_it_cannot_read() -> None:
+    applies = (
+        _apply(1, Kind.BARRIER, committed=True),
+        # Version 3 came by apply 2, which cannot be read.
+        _apply(3, Kind.ROLLING, committed=False),
+    )
+    history = History(applies, hidden=(2,))
+    assert next_step(MemberState("m", _version(3)), history) == Prepare(_version(4))
+    assert isinstance(next_step(MemberState("m", _version(2)), history), Fence)
+
+
+def test_a_displaced_one_stops_what_generates_since_before_its_start() -> None:
+    begun = MemberState("m", None, Mode.FENCED, unasked=True, displaced=True)
+    assert isinstance(next_step(begun, None), Fence)
+    assert next_step(replace(begun, unasked=False), None) == Wait()
