@@ -7,6 +7,7 @@ own node's server and no others. That server dies in every phase.
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -184,6 +185,8 @@ def test_a_node_that_dies_before_the_pause_changes_nothing(site: NodesSite, poin
     site.arm("node", f"{point}=panic")
     refusal = site.refused(version)
     assert site.met("node")
+    # Its connections close a moment before it has ended.
+    assert site.node.wait() == -signal.SIGKILL
     assert refusal.reason is Reason.SERVER_AWAY
     assert "node 1" in refusal.message
     assert site.digests() == before

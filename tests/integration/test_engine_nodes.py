@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -187,6 +188,8 @@ def test_a_node_that_dies_before_the_pause_changes_nothing(site: Site, point: st
     assert refusal.reason is Reason.SERVER_AWAY
     assert "node 1" in refusal.message
     assert site.met("node")
+    # Its connections close a moment before it has ended.
+    assert site.node.wait() == -signal.SIGKILL
     assert site.held == {_weight(0)}
     assert site.recover().live_version == 1
     _until(lambda: site.head.log.count("node 1 has joined") == 2)

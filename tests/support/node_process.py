@@ -74,8 +74,13 @@ class NodeProcess:
             self.process.kill()
             self.process.wait()
 
+    def wait(self) -> int:
+        """Return the exit code of one that ends by itself, as at a failpoint that kills it."""
+        assert self.process is not None
+        return self.process.wait(20)
+
     def stop(self) -> int:
         """Ask it to end; returns its exit code."""
         assert self.process is not None
         self.process.terminate()
-        return self.process.wait(20)
+        return self.wait()
