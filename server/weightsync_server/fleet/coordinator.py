@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from weightsync import clock, failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.fleet.coordinator_patience import Patience
 from weightsync_server.fleet.coordinator_steps import Decide, next_order, parse_reports
 from weightsync_server.fleet.decision import UNKNOWN_OUTCOMES, create_until_answered, decide
 from weightsync_server.fleet.fleet_history import HistoryReader
@@ -93,25 +94,6 @@ class Outcome:
     target: FleetVersion
     reason: str = ""
     lagging: tuple[str, ...] = ()
-
-
-class _Patience:
-    """How long a coordinator waits for the next decision to be possible."""
-
-    def __init__(self, limits: FleetLimits) -> None:
-        self._limits = limits
-        self._step, self._begun, self._paused_at = 1, clock.monotonic(), 0.0
-
-    def is_over(self, apply: Apply) -> bool:
-        now = clock.monotonic()
-        if apply.step != self._step:
-            # Each wave has its time.
-            self._step, self._begun = apply.step, now
-        if apply.pause and not self._paused_at:
-            self._paused_at = now
-        # Before the members' own limit, which would fence them.
-        paused_too_long = self._paused_at and now >= self._paused_at + self._limits.undecided_s / 2
-        return bool(paused_too_long) or now >= self._begun + self._limits.prepare_s
 
 
 class Coordinator:
@@ -196,7 +178,7 @@ class Coordinator:
             WeightSyncError: APPLY_BUSY: it was overtaken by others, long ago. PERMISSION_DENIED,
                 UNAUTHENTICATED, NOT_SUPPORTED.
         """
-        patience = _Patience(self._limits)
+        patience = Patience(self._limits)
         async with self._hints() as hinted:
             while True:
                 hinted.clear()
@@ -204,20 +186,23 @@ class Coordinator:
                     apply = await self._find(number)
                     if apply.outcome is not None:
                         return await self._settled(apply, hinted)
-                    if await self._advance(apply, late=patience.is_over(apply)):
+                    if await self._advance(apply, patience):
                         continue
                 except WeightSyncError as error:
                     if error.reason not in UNKNOWN_OUTCOMES:
                         raise
                     logger.warning("the fleet's register does not answer: %s", error)
+                    patience.forget()
                 await self._pause(hinted)
 
-    async def _advance(self, apply: Apply, *, late: bool) -> bool:
+    async def _advance(self, apply: Apply, patience: Patience) -> bool:
         """Do what is next, if anything is."""
         plan = apply.plan
         reports = await self._reports(apply)
         present = await self._present()
-        order = next_order(apply, reports, frozenset(present), late=late)
+        gone = patience.gone(plan.members, present)
+        late = patience.is_over(apply)
+        order = next_order(apply, reports, frozenset(present), gone, late=late)
         if order is None:
             return False
         if isinstance(order, Decide):

@@ -81,7 +81,12 @@ def parse_reports(number: int, keys: Mapping[str, bytes]) -> Reports:
 
 
 def next_order(
-    apply: Apply, reports: Reports, present: frozenset[str], *, late: bool = False
+    apply: Apply,
+    reports: Reports,
+    present: frozenset[str],
+    gone: frozenset[str] = frozenset(),
+    *,
+    late: bool = False,
 ) -> Order | None:
     """Return what brings an apply on; None: nothing does now.
 
@@ -89,6 +94,7 @@ def next_order(
         apply: It, undecided.
         reports: Read after it.
         present: Members that are there, read after it.
+        gone: Members that are not there, and were not for some time: nobody waits for them.
         late: Its time is over.
     """
     plan, step = apply.plan, apply.step
@@ -101,6 +107,9 @@ def next_order(
         return Decide(step, Verdict.ABORT, f"{_names(strangers)} appeared meanwhile; apply again")
     if not waiting:
         return Decide(step, Verdict.COMMIT)
+    if lost := gone.intersection(waiting):
+        why = "gone from the fleet's register; start its server again, or apply without it"
+        return Decide(step, Verdict.ABORT, f"{_names(lost)} is {why}")
     if late:
         return Decide(step, Verdict.ABORT, f"{_names(waiting)} did not answer in time")
     return None
