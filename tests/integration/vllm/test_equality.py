@@ -80,6 +80,17 @@ ALL = tuple(
     )
     if tied or not arch.startswith("gemma")
 )
+#: With PAIRWISE: every family with each dtype on one rank, and tied as well as not.
+MATRIX = (
+    Cell("llama", "float32", 1, tied=True),
+    Cell("qwen2", "float32", 1, tied=False),
+    Cell("qwen2", "bfloat16", 1, tied=True),
+    Cell("qwen3", "bfloat16", 1, tied=False),
+    Cell("gemma2", "float32", 1, tied=True),
+    Cell("gemma2", "bfloat16", 1, tied=True),
+    Cell("gemma3", "float32", 1, tied=True),
+    *EXPERTS,
+)
 
 
 def _answers(vllm: VllmServer) -> list[dict[str, Any]]:
@@ -184,12 +195,11 @@ def test_equal_to_a_fresh_engine(
 @pytest.mark.parametrize(
     "cell",
     [
-        # Two ranks take longest, and PAIRWISE has each of their values: make battery runs the rest.
-        pytest.param(cell, marks=pytest.mark.matrix if cell.tp == 1 else pytest.mark.battery)
-        for cell in ALL
+        # make battery runs the rest.
+        pytest.param(cell, marks=pytest.mark.matrix if cell in MATRIX else pytest.mark.battery)
+        for cell in (*ALL, *EXPERTS)
         if cell not in PAIRWISE
-    ]
-    + [pytest.param(cell, marks=pytest.mark.matrix) for cell in EXPERTS],
+    ],
     ids=str,
 )
 def test_equal_to_a_fresh_engine_in_all_cells(
