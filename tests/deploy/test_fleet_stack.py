@@ -107,6 +107,12 @@ def _live(stack: Stack) -> dict[str, tuple[str, int]]:
     return {one["name"]: (one["state"], one["live_version"]) for one in members}
 
 
+def _decided(stack: Stack) -> int:
+    """Return which version the register says is decided; 0: none, or it does not answer."""
+    ran = stack.containers["follower-2"].run("weightsync", "fleet", "status", "--json")
+    return int(json.loads(ran.stdout)["decided_version"]) if ran.returncode == 0 else 0
+
+
 def _push(stack: Stack, seed: int) -> int:
     with Client(f"unix:{stack.volume('clients')}/weightsync.sock") as client:
         return client.push(_weights(seed)).version
@@ -149,12 +155,16 @@ def test_the_sockets_of_a_pair_are_for_its_group_alone(stack: Stack) -> None:
 
 def test_etcd_keeps_what_was_decided(stack: Stack) -> None:
     """Last: it is killed here, and started again on its volume as Docker does."""
+    decided = _decided(stack)
+    assert decided
     etcd = stack.containers["etcd"]
     os.kill(etcd.pid, signal.SIGKILL)
     etcd.kill()
     root = stack.folder / "roots" / "etcd"
     root.rename(root.with_name("etcd-before"))
     stack.start("etcd").wait_healthy(60)
+    until(lambda: _decided(stack) == decided, "what was decided is there again")
+    assert set(_live(stack).values()) <= {("serving", decided)}
     version = _push(stack, 3)
     wanted = {"follower-1": ("serving", version), "follower-2": ("serving", version)}
 

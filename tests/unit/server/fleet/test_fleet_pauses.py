@@ -12,9 +12,10 @@ from tests.support.fleet_hosts import FileHost, version
 from tests.support.fleet_tasks import LIMITS, until
 from weightsync.engine import BETWEEN_STEPS, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fleet.fleet_keys import decision_key
+from weightsync_server.fleet.fleet_keys import decision_key, plan_key
 from weightsync_server.fleet.fleet_plan import Kind, Verdict
 from weightsync_server.fleet.fleet_records import encode_verdict
+from weightsync_server.fleet.member_steps import Prepare
 
 if TYPE_CHECKING:
     from tests.support.fleet_tasks import Fleet
@@ -72,10 +73,16 @@ async def test_what_is_prepared_for_one_pause_is_not_used_for_another(
     first = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
     await until(lambda: ("a", 2, None) in asked)
     # One decision and the next plan, before `a` looks again.
+    fleet.links["a"].cut = True
     await fleet.register.create(decision_key(1, 1), encode_verdict(Verdict.ABORT, "other"))
     gate.set()
-    second = await fleet.coordinator().apply(version(2), Kind.BARRIER, pause=_ABORT)
-    assert second.verdict is Verdict.COMMIT
+    coordinator = fleet.coordinator()
+    second = asyncio.create_task(coordinator.apply(version(2), Kind.BARRIER, pause=_ABORT))
+    while await fleet.register.get(plan_key(2)) is None:  # noqa: ASYNC110 - a register is asked
+        await asyncio.sleep(0.01)
+    assert fleet.members["a"].state.prepared == Prepare(version(2))
+    fleet.links["a"].cut = False
+    assert (await second).verdict is Verdict.COMMIT
     assert (await first).verdict is Verdict.ABORT
     assert ("a", 2, _ABORT) in asked
 
