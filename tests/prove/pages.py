@@ -30,7 +30,10 @@ _FIGURE = re.compile(r"\d+ of \d+ caught|\"violations\":|\d+ (?:tests )?passed|\
 #: Of a line of JSON, what is no figure.
 #: Rows of one line that a page shows.
 _ROWS = 5
-_ABOUT = ("seed", "minutes", "benchmark", "parameters", "spread", "machine", "beside", "fuzz")
+_ABOUT = (
+    "seed", "minutes", "benchmark", "parameters", "spread", "machine", "beside", "fuzz",
+    "wanted_at_most",
+)  # fmt: skip
 
 
 def render(text: str, proofs: Mapping[str, Proof], older: Callable[[str], bool]) -> str:
