@@ -48,6 +48,8 @@ from weightsync_client.source.source import PushSource
 if TYPE_CHECKING:
     import torch
 
+    from weightsync_client.attach import Attached
+
 __all__ = ["AsyncClient", "AsyncPushHandle", "AsyncPushSource"]
 
 T = TypeVar("T")
@@ -325,6 +327,12 @@ class AsyncClient:
         iterator = (await self._bulk()).tensors(version)
         while (tensor := await asyncio.to_thread(next, iterator, None)) is not None:
             yield tensor
+
+    # The engine's own memory.
+
+    async def attach(self, engine: str = "") -> Attached:
+        """Have the live parameters of an engine as tensors; see `Client.attach`."""
+        return await asyncio.to_thread((await self._bulk()).attach, engine)
 
     # The server and this client.
 

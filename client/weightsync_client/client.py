@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
@@ -46,6 +46,9 @@ from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, call_again
 from weightsync_client.source.source import PushSource, make_source
 from weightsync_client.source.source_writer import source_writer
+
+if TYPE_CHECKING:
+    from weightsync_client.attach import Attached
 
 __all__ = ["Client", "default_holder"]
 
@@ -369,6 +372,25 @@ class Client:
             raise from_rpc(error, method=method, address=self._link.address) from None
         finally:
             call.cancel()
+
+    # The engine's own memory.
+
+    def attach(self, engine: str = "") -> Attached:
+        """Have the live parameters of an engine on this host as tensors of this process.
+
+        Takes the role train, and the user of the server. See `Attached`.
+
+        Args:
+            engine: Its name; empty: the server's only one.
+
+        Raises:
+            ClientError: RefusedError with what stands in the way; DeniedError.
+        """
+        # Imports PyTorch, of which nothing else here has need.
+        from weightsync_client.attach import attach
+
+        found = self._invoke(calls.attach(self.model, engine, self._link.timeouts))
+        return attach(found.engine, found.socket, found.secret)
 
     # The server and this client.
 

@@ -17,6 +17,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import MAX_VERSION
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.attach import Attachments, AttachServicer, add_attach_service
 from weightsync_server.auth import Endpoint
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.auth_interceptor import AuthorityInterceptor
@@ -70,6 +71,7 @@ from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from weightsync_server.settings import Settings
 
@@ -185,6 +187,8 @@ class App:
         engines = Engines(options, parts, host, journal, announcer.serving)
         await engines.open(settings.segment_socket, stack)
         applier = Applier(engines.set, parts, host)
+        attachments = Attachments(engines.set, segments, _attach_socket(settings))
+        attachments.start(stack)
         fleet = FleetService.of(_fleet_options(settings), engines.set, parts, host)
         if fleet is not None:
             stack.push_async_callback(fleet.stop)
@@ -204,7 +208,8 @@ class App:
         )
         census.start()
         stack.push_async_callback(census.stop)
-        audit, interceptors = self._bind(metrics, servicer, health_service)
+        trainers = AttachServicer(settings.name, attachments)
+        audit, interceptors = self._bind(metrics, servicer, trainers, health_service)
         # With the other addresses: one that is taken ends the start before the engine hears of it.
         self._serve_metrics(stack, metrics)
         fault = partial(metrics.violate, "only_data")
@@ -235,6 +240,7 @@ class App:
         self,
         metrics: Metrics,
         servicer: WeightSyncServicer,
+        trainers: AttachServicer,
         health_service: HealthServicer,
     ) -> tuple[Audit, list[grpc.aio.ServerInterceptor]]:
         """Take every address; return who is told of calls, and what they go through after that."""
@@ -250,11 +256,12 @@ class App:
         admission = Admission(_call_limits(self._settings), caller_name)
         audit = Audit(self._settings.name, metrics)
         nodes = NodeServicer(self._nodes)
-        for witnessed in (servicer, nodes):
+        for witnessed in (servicer, nodes, trainers):
             audit.witness(witnessed)
 
         def serve(server: grpc.aio.Server) -> None:
             add_service(servicer, server)
+            add_attach_service(trainers, server)
             add_node_service(nodes, server)
             health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
             if add_debug_service(server):
@@ -415,11 +422,20 @@ def _apply_limits(settings: Settings) -> ApplyLimits:
     )
 
 
+def _attach_socket(settings: Settings) -> Path:
+    return settings.segment_socket.with_name("attach.sock")
+
+
 def _engine_options(settings: Settings, engine_args: tuple[str, ...]) -> EngineOptions:
     return EngineOptions(
         settings.engine_names,
         settings.engines,
-        [settings.segment_socket, settings.lending_socket, settings.ingest_socket],
+        [
+            settings.segment_socket,
+            settings.lending_socket,
+            settings.ingest_socket,
+            _attach_socket(settings),
+        ],
         settings.model,
         settings.ranks,
         engine_args,

@@ -18,6 +18,7 @@ from tests.support.certificates import Authority, Pair
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.debug.v1 import debug_pb2
 from weightsync.node.v1 import node_pb2
+from weightsync.v1 import attach_pb2
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.principals import new_token, token_hash
 from weightsync_server.auth.roles import Role
@@ -40,7 +41,11 @@ def _methods(*files: Any) -> dict[str, Any]:
 
 #: Exact path to descriptor of every method that the server serves, from the protos themselves.
 METHODS: Mapping[str, Any] = _methods(
-    pb.DESCRIPTOR, node_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR
+    pb.DESCRIPTOR,
+    attach_pb2.DESCRIPTOR,
+    node_pb2.DESCRIPTOR,
+    health_pb2.DESCRIPTOR,
+    reflection_pb2.DESCRIPTOR,
 )
 #: Of those that are there only where failpoints are.
 DEBUG_METHODS: Mapping[str, Any] = _methods(debug_pb2.DESCRIPTOR)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
 __all__ = [
+    "ATTACH",
     "BETWEEN_STEPS",
     "FENCES_ON_EXPIRY",
     "LAYOUT_CHECK",
@@ -36,6 +37,9 @@ __all__ = [
 #: bridge of this release speak, and the oldest, which is that of the release before. They take the
 #: newest that both do.
 PROTOCOL_VERSION = OLDEST_PROTOCOL = 2
+
+#: The capability of engines whose ranks hand out their live parameters.
+ATTACH = "attaches"
 
 #: The pause mode that needs no pause, and the capability of engines that know it.
 BETWEEN_STEPS = "between_steps"

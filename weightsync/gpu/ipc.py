@@ -216,9 +216,13 @@ class Device:
 
     Args:
         ordinal: Its number in this process.
+
+    Attributes:
+        ordinal: As given.
     """
 
     def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
         device = ctypes.c_int()
         self._context = _Pointer()
         _call("cuDeviceGet", ctypes.byref(device), ordinal)

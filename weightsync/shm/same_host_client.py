@@ -1,7 +1,6 @@
 """A trainer's end of the lending socket, whose requests `same_host_server` describes.
 
-No child that is forked meanwhile, as a data loader is, keeps a descriptor or a mapping of it: it
-would stay a writer.
+No child that is forked meanwhile keeps a descriptor or a mapping of it (`fork_guard`).
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import contextlib
 import os
 import socket
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.fork_guard import NO_FORK, close_in_children
 from weightsync.shm.huge_pages import Mapping
 from weightsync.shm.same_host_server import WriteLease
 from weightsync.wire.fd_passing import receive, receive_fds, send
@@ -63,9 +62,9 @@ class SameHostClient:
     def __init__(self, path: str | Path, secret: str) -> None:
         self._lock = threading.RLock()
         self._borrowed: set[int] = set()
-        with _no_fork:
+        with NO_FORK:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            _open.add(self)
+            close_in_children(self)
         try:
             self._socket.settimeout(_ANSWER_S)
             self._socket.connect(str(path))
@@ -87,7 +86,7 @@ class SameHostClient:
             try:
                 # Waited for here, so that no fork waits for a server.
                 self._socket.recv(1, socket.MSG_PEEK)
-                with _no_fork:
+                with NO_FORK:
                     (fd,) = receive_fds(self._socket, 1)
                     self._borrowed.add(fd)
             except EOFError:
@@ -96,7 +95,7 @@ class SameHostClient:
 
     def give_back(self, lease: WriteLease) -> None:
         """Close what `borrow` returned."""
-        with _no_fork:
+        with NO_FORK:
             self._borrowed.discard(lease.fd)
             os.close(lease.fd)
 
@@ -193,7 +192,7 @@ def map_lease(lease: WriteLease, size: int) -> Mapping:
     Raises:
         OSError: They cannot be mapped.
     """
-    with _no_fork:
+    with NO_FORK:
         mapping = Mapping(lease.fd, size)
         try:
             mapping.keep_from_children()
@@ -201,26 +200,6 @@ def map_lease(lease: WriteLease, size: int) -> Mapping:
             mapping.close()
             raise
         return mapping
-
-
-#: A child that is forked, as a data loader is, gets all descriptors and would stay a writer.
-_open: weakref.WeakSet[SameHostClient] = weakref.WeakSet()
-#: Held, for moments only, from where something is there until it is known what a child must not
-#: keep of it, and by who forks; who forks while holding it does not wait for itself.
-_no_fork = threading.RLock()
-
-
-def _begin_child() -> None:
-    try:
-        for borrower in list(_open):
-            borrower.leave_to_parent()
-    finally:
-        _no_fork.release()
-
-
-os.register_at_fork(
-    before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_begin_child
-)
 
 
 def _ended() -> ConnectionError:

@@ -39,18 +39,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
-import struct
-import threading
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire.fd_passing import accept_each, listen, receive, send, send_fds
+from weightsync.wire.fd_passing import receive, send, send_fds
+from weightsync.wire.peer_server import PeerCredentials, PeerServer
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
+    from pathlib import Path
 
 __all__ = ["MOST_PLACES", "LendingServer", "PeerCredentials", "SameHostHandler", "WriteLease"]
 
@@ -59,17 +58,8 @@ logger = logging.getLogger(__name__)
 #: Tensors of a shard that is copied from a GPU: what is told of so many is read in a moment, for
 #: which the server does nothing else.
 MOST_PLACES = 2048
-#: Connections at once; more are closed unheard.
-MOST = 128
 #: Seconds in which a connection must redeem its secret.
 _REDEEM_S = 5.0
-
-
-class PeerCredentials(NamedTuple):
-    """The process at the other end, by the kernel's word at the time of its connect."""
-
-    pid: int
-    uid: int
 
 
 class WriteLease(NamedTuple):
@@ -104,7 +94,7 @@ class SameHostHandler(Protocol):
         """The connection has ended."""
 
 
-class LendingServer:
+class LendingServer(PeerServer):
     """Listens for trainers, with a thread for each.
 
     Args:
@@ -123,68 +113,28 @@ class LendingServer:
         desk: Callable[[PeerCredentials], SameHostHandler],
         silence_s: float,
     ) -> None:
-        self.path = path
         self._desk = desk
         self._silence_s = silence_s
-        self._lock = threading.Lock()
-        self._peers: set[socket.socket] = set()
-        self._socket = listen(path, 0o660, "choose another --same-host-socket")
-        self._thread = threading.Thread(
-            target=accept_each,
-            args=(self._socket, self._admit, "lending-peer"),
-            name="lending",
-            daemon=True,
-        )
-        self._thread.start()
+        remedy = "choose another --same-host-socket"
+        super().__init__(path, 0o660, remedy, self._serve, "lending")
 
-    @property
-    def connections(self) -> int:
-        """Connections open now."""
-        return len(self._peers)
-
-    def close(self) -> None:
-        """Stop listening and end every connection."""
-        self.path.unlink(missing_ok=True)
-        with self._lock:
-            ending = [self._socket, *self._peers]
-        for sock in ending:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join(timeout=5)
-
-    def _admit(self, peer: socket.socket) -> None:
-        with self._lock:
-            full = len(self._peers) >= MOST
-            if not full:
-                self._peers.add(peer)
-        if full:
-            peer.close()
-        else:
-            self._serve(peer)
-
-    def _serve(self, peer: socket.socket) -> None:
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, _ = struct.unpack("3i", credentials)
-        desk = self._desk(PeerCredentials(pid, uid))
+    def _serve(self, peer: socket.socket, who: PeerCredentials) -> None:
+        desk = self._desk(who)
         try:
             peer.settimeout(_REDEEM_S)
-            self._answer(peer, lambda: _redeemed(desk, receive(peer)))
+            self._reply(peer, lambda: _redeemed(desk, receive(peer)))
             peer.settimeout(self._silence_s)
             while True:
                 request = receive(peer)
-                self._answer(peer, partial(_asked, desk, request))
+                self._reply(peer, partial(_asked, desk, request))
         except (EOFError, TimeoutError, ConnectionError, _RefusedError):
             pass
         except Exception as error:  # noqa: BLE001 - what a trainer sends ends only its connection
             logger.warning("lending socket: dropped a trainer: %s", error)
         finally:
             desk.close()
-            with self._lock:
-                self._peers.discard(peer)
-            peer.close()
 
-    def _answer(
+    def _reply(
         self, peer: socket.socket, ask: Callable[[], WriteLease | dict[str, Any] | None]
     ) -> None:
         try:

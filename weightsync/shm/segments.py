@@ -81,6 +81,11 @@ class Segment:
         self._mapping = Mapping(fd, capacity)
         self.view = self._mapping.view
 
+    @property
+    def address(self) -> int:
+        """Where it is mapped in this process."""
+        return self._mapping.address
+
     @classmethod
     def create(cls, size: int) -> Segment:
         """Reserve memory for `size` bytes. Takes about 0.3 s per GiB; releases the GIL.

@@ -15,6 +15,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import (
+    ATTACH,
     BETWEEN_STEPS,
     FENCES_ON_EXPIRY,
     LAYOUT_CHECK,
@@ -52,6 +53,7 @@ class MemoryEngine(MemoryRank):
         ranks: How many ranks; each holds the whole model.
         checks_layouts: Whether a push of other tensors is refused when its layout comes, as with
             vLLM, and not only when it is applied.
+        attachable: Whether trainers on this host may attach to the parameters.
 
     Attributes:
         ranks: All of them, in order. Tests damage one, or override its `write`.
@@ -68,13 +70,17 @@ class MemoryEngine(MemoryRank):
         ranks: int = 1,
         *,
         checks_layouts: bool = False,
+        attachable: bool = False,
     ) -> None:
         self._abilities = {"weight_version", BETWEEN_STEPS, FENCES_ON_EXPIRY}
         if checks_layouts:
             self._abilities.add(LAYOUT_CHECK)
-        super().__init__(_NAME.format(0), tensors, segment_socket, self._serving)
+        if attachable:
+            self._abilities.add(ATTACH)
+        facts = tensors, segment_socket, self._serving
+        super().__init__(_NAME.format(0), *facts, attachable=attachable)
         others = (
-            MemoryRank(_NAME.format(rank), tensors, segment_socket, self._serving)
+            MemoryRank(_NAME.format(rank), *facts, attachable=attachable)
             for rank in range(1, ranks)
         )
         self.ranks: tuple[MemoryRank, ...] = (self, *others)

@@ -14,9 +14,10 @@ from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import MappedSegment
 from weightsync.shm.staged_version import StagedVersion
 from weightsync.shm.status_page import PageWriter
+from weightsync.testing.shared_tensors import SharedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, MutableMapping
     from pathlib import Path
 
 __all__ = ["MemoryRank"]
@@ -69,6 +70,7 @@ class MemoryRank:
         tensors: The checkpoint: name to (safetensors dtype, shape in elements, bytes).
         segment_socket: The server's segment socket.
         generates: Tells whether the engine generates, so that nothing may be written.
+        attachable: Whether they lie in shared memory, for trainers that attach.
 
     Attributes:
         live: The live parameters: name to bytes. Tests read them, and damage them.
@@ -81,12 +83,15 @@ class MemoryRank:
         tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]],
         segment_socket: str | Path,
         generates: Callable[[], bool],
+        *,
+        attachable: bool = False,
     ) -> None:
         self.name = name
+        self._attachable = attachable
         self._socket = str(segment_socket)
         self._generates = generates
         self._kinds = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
-        self.live = {name: data for name, (_, _, data) in tensors.items()}
+        self.live = self._memory_of({name: data for name, (_, _, data) in tensors.items()})
         self._prepared: dict[str, _Prepared] = {}
         # What the parameters were last proved to hold, and whether a write was not proved.
         self._content, self._dirty = "", False
@@ -119,9 +124,12 @@ class MemoryRank:
 
     def become(self, tensors: Mapping[str, bytes]) -> None:
         """Hold these parameters, and know nothing else, as after a crash of vLLM."""
-        self.live = dict(tensors)
+        self.live = self._memory_of(tensors)
         self._prepared, self._content, self._dirty = {}, "", False
         self._touched = False
+
+    def _memory_of(self, tensors: Mapping[str, bytes]) -> MutableMapping[str, bytes]:
+        return SharedTensors(tensors) if self._attachable else dict(tensors)
 
     async def _answer(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         reply = {"ok": True, "rank": self.name, "error": ""}
@@ -277,14 +285,26 @@ class MemoryRank:
         wrong = self._differing(self._known(args).tensors)
         if wrong:
             self._content, self._dirty = "", True
-        with SegmentClient(self._socket) as client:
-            ((fd, _),) = client.map([f"{args['page']}/{self.name}"])
-        page = PageWriter(fd)
-        page.write(
-            {"ticket": args["ticket"], "phase": "ready", "proved": not wrong, "mismatched": wrong}
-        )
-        page.close()
+        report = {"phase": "ready", "proved": not wrong, "mismatched": wrong}
+        self._tell(str(args["page"]), {"ticket": args["ticket"], **report})
         return {}
+
+    def _attach(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        report: dict[str, Any] = {"ticket": args["ticket"], "phase": "ready", "error": ""}
+        if isinstance(self.live, SharedTensors):
+            self.live.hand_out(self._socket, str(args["offer"]), self.name, self._kinds)
+        else:
+            error = "this engine was made without attachable=True"
+            report |= {"phase": "failed", "error": error, "refused": True}
+        self._tell(str(args["page"]), report)
+        return {}
+
+    def _tell(self, page: str, report: Mapping[str, Any]) -> None:
+        with SegmentClient(self._socket) as client:
+            ((fd, _),) = client.map([f"{page}/{self.name}"])
+        writer = PageWriter(fd)
+        writer.write(report)
+        writer.close()
 
     def _release(self, args: Mapping[str, Any]) -> dict[str, Any]:
         keep = set(args["keep"])

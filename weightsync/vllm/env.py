@@ -91,6 +91,7 @@ class EngineSettings:
         update_timeout_s: How long a rank waits for a trainer that sends over a transfer of vLLM's
             own and sends nothing, seconds.
         answer_versions: Whether answers of vLLM's HTTP API name the versions that made them.
+        attachable: Whether parameters on a CPU lie in shared memory, for trainers that attach.
     """
 
     engine_socket: str
@@ -100,6 +101,7 @@ class EngineSettings:
     device_room: Amount | None = None
     update_timeout_s: float = _UPDATE_TIMEOUT_S
     answer_versions: bool = True
+    attachable: bool = False
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None) -> EngineSettings:
@@ -122,16 +124,18 @@ class EngineSettings:
             *_PLAIN_VALUES[switch],
             _room(env),
             _update_timeout(env),
-            _answer_versions(env),
+            _switch(env, "WEIGHTSYNC_ANSWER_VERSIONS", default="1"),
+            _switch(env, "WEIGHTSYNC_ATTACH", default="0"),
         )
 
 
-def _answer_versions(env: Mapping[str, str]) -> bool:
-    text = env.get("WEIGHTSYNC_ANSWER_VERSIONS", "").strip()
-    if text not in ("", "0", "1"):
-        msg = f"WEIGHTSYNC_ANSWER_VERSIONS is {text!r}; set it to 1, the default, or 0"
+def _switch(env: Mapping[str, str], name: str, default: str) -> bool:
+    text = env.get(name, "").strip() or default
+    if text not in ("0", "1"):
+        others = {"0": "1 or 0, the default", "1": "1, the default, or 0"}
+        msg = f"{name} is {text!r}; set it to {others[default]}"
         raise ValueError(msg)
-    return text != "0"
+    return text == "1"
 
 
 def _room(env: Mapping[str, str]) -> Amount | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
 from weightsync.vllm.cpu_plain import leave_experts_plain, leave_linear_plain
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.load_watch import watch_loading
+from weightsync.vllm.plan.shared_params import share_loaded
 from weightsync.vllm.reserved_room import reserve_room
 from weightsync.vllm.transfer.registration import register_transfer
 from weightsync.vllm.worker.worker_methods import install
@@ -37,6 +39,14 @@ def _leave_plain(settings: EngineSettings) -> None:
         leave_experts_plain()
 
 
+def _share(settings: EngineSettings, loaders: Any) -> None:
+    from vllm.platforms import current_platform
+
+    # Memory of a GPU can be shared as it is.
+    if settings.attachable and current_platform.is_cpu():
+        share_loaded(loaders)
+
+
 def _reserve(settings: EngineSettings) -> None:
     from vllm.platforms import current_platform
 
@@ -53,7 +63,7 @@ def register() -> None:
     smaller by what is not left otherwise.
 
     With WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1 layers on a CPU also compute from plain parameters; with
-    `linear` all but experts do.
+    `linear` all but experts do. With WEIGHTSYNC_ATTACH=1 parameters on a CPU lie in shared memory.
     """
     _initialise_amx()
     from vllm.model_executor.model_loader import base_loader
@@ -64,4 +74,5 @@ def register() -> None:
     register_transfer()
     settings = EngineSettings.load()
     _leave_plain(settings)
+    _share(settings, base_loader)
     _reserve(settings)

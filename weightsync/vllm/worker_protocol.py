@@ -22,6 +22,7 @@ METHODS: Mapping[str, str] = {
     "weightsync_verify": "verify",
     "weightsync_state": "state",
     "weightsync_release": "release",
+    "weightsync_attach": "attach",
     "weightsync_update": "update",
 }
 

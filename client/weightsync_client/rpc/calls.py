@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from google.protobuf.duration_pb2 import Duration
 
 from weightsync.errors import Reason
+from weightsync.v1 import attach_pb2, attach_pb2_grpc
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import types
 from weightsync_client.errors import refuse
@@ -34,6 +35,7 @@ __all__ = [
     "abort_push",
     "acquire_epoch",
     "apply_version",
+    "attach",
     "begin_push",
     "commit_push",
     "delete_version",
@@ -134,6 +136,12 @@ def _choose_engines(
 def most_unavailable(number: int) -> int:
     """Return how many may be away, as a message carries it."""
     return min(whole_number("max_unavailable", number), _MOST_UNAVAILABLE)
+
+
+def attach(model: str, engine: str, timeouts: Timeouts) -> Call[attach_pb2.AttachResponse]:
+    """Ask for what opens an engine's live parameters."""
+    request = attach_pb2.AttachRequest(model=model, engine=text("engine", engine))
+    return Call("Attach", request, timeouts.begin_s, _ident, attach_pb2_grpc.AttachServiceStub)
 
 
 def made_key(key: str | None) -> str:

@@ -23,6 +23,7 @@ class Role(enum.StrEnum):
         FOLLOW: Learn of versions and fetch their bytes, as a server on another host does.
         MEMBER: What servers of one engine or fleet ask of each other to prepare and decide.
         FLEET: What APPLY may, for the whole fleet too.
+        TRAIN: Have the live parameters of an engine on this host, and write them.
         ADMIN: All of that; also delete, pin, and accept a rejected version again.
     """
 
@@ -32,6 +33,7 @@ class Role(enum.StrEnum):
     FOLLOW = "follow"
     MEMBER = "member"
     FLEET = "fleet"
+    TRAIN = "train"
     ADMIN = "admin"
 
 
@@ -78,9 +80,10 @@ class Rule:
 _PUSH, _READ, _ADMIN = (frozenset({role}) for role in (Role.PUSH, Role.READ, Role.ADMIN))
 _APPLY = frozenset({Role.APPLY, Role.FLEET})
 #: What trainers and controllers need to know as well: names, numbers and states, no bytes.
-_ANY = _PUSH | _APPLY | _READ
+_ANY = _PUSH | _APPLY | _READ | frozenset({Role.TRAIN})
 #: Servers of other hosts: what they do not need, they may not ask.
 _FOLLOW, _MEMBER = (frozenset({role}) for role in (Role.FOLLOW, Role.MEMBER))
+_TRAIN = frozenset({Role.TRAIN})
 _CLEARING = Reserved("clear_rejected", Role.ADMIN)
 #: `SCOPE_FLEET`.
 _FLEET = Reserved("scope", Role.FLEET, 2)
@@ -108,6 +111,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_OURS}/PullWeights": Rule(_READ | _FOLLOW),
         f"{_OURS}/PinVersion": Rule(_ADMIN, changes=True),
         f"{_OURS}/DeleteVersion": Rule(_ADMIN, changes=True),
+        "/weightsync.v1.AttachService/Attach": Rule(_TRAIN, changes=True),
         "/weightsync.node.v1.NodeService/Join": Rule(_MEMBER, changes=True),
         "/weightsync.node.v1.NodeService/ReadStaged": Rule(_MEMBER),
         # There only where the process was started with failpoints, and for this host only.

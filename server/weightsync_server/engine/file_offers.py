@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from weightsync.shm.segment_socket import OfferedFile, SegmentServer
 
-__all__ = ["offered"]
+__all__ = ["offered", "offered_by_each"]
 
 
 @contextlib.asynccontextmanager
@@ -35,26 +35,47 @@ async def offered(
         WeightSyncError: ENGINE_AWAY: they did not come. Or as `ask`.
     """
     offer = f"offer-{secrets.token_hex(8)}"
-    future = segments.expect_offer(offer)
     path = str(segments.path)
+    async with offered_by_each(segments, [offer], lambda: ask(path, offer), what) as (files,):
+        yield files
+
+
+@contextlib.asynccontextmanager
+async def offered_by_each(
+    segments: SegmentServer,
+    offers: Sequence[str],
+    ask: Callable[[], Awaitable[object]],
+    what: str,
+) -> AsyncIterator[Sequence[Sequence[OfferedFile]]]:
+    """Give the files of several offers, in order, closed after the block; see `offered`.
+
+    Args:
+        segments: Where they come.
+        offers: Names of the offers.
+        ask: Has all of them sent.
+        what: What they are, for the sentence.
+    """
+    futures = [segments.expect_offer(offer) for offer in offers]
     try:
-        await ask(path, offer)
+        await ask()
         async with asyncio.timeout(QUICK_S):
-            files = await asyncio.wrap_future(future)
+            files = [await asyncio.wrap_future(future) for future in futures]
     except BaseException as error:
         # They may have come all the same, or come now.
-        if not future.cancel():
-            future.add_done_callback(_close_unused)
+        for future in futures:
+            if not future.cancel():
+                future.add_done_callback(_close_unused)
         if isinstance(error, (TimeoutError, EOFError, OSError)):
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                f"{what} did not arrive on {path} ({error!r}); share its folder",
+                f"{what} did not arrive on {segments.path} ({error!r}); share its folder",
             ) from error
         raise
     try:
         yield files
     finally:
-        _close(files)
+        for some in files:
+            _close(some)
 
 
 def _close_unused(future: Future[list[OfferedFile]]) -> None:

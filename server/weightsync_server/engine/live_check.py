@@ -37,6 +37,17 @@ _WAIT_S, _LONGEST_S = 60.0, 600.0
 _AGAIN_S = 5.0
 
 
+#: What nobody is known to have done.
+_DAMAGED = "live parameters do not hold the version; it is placed again"
+
+
+def _outside(version: int, names: Sequence[str]) -> str:
+    return (
+        f"a trainer that is attached has written {', '.join(names)} outside a transaction; version "
+        f"{version} is placed again"
+    )
+
+
 class LiveChecks:
     """Compares what every rank holds with the live version, whenever nothing else is to be done.
 
@@ -48,6 +59,10 @@ class LiveChecks:
         shown: Where it is shown.
         on_failure: Called with a sentence when parameters do not hold the live version.
         on_end: Called when a comparison has ended.
+
+    Attributes:
+        writers: Who could write the live parameters beside applies, trainers that are attached or
+            were a moment ago; and what is said to each when something was written; "": nothing was.
     """
 
     def __init__(
@@ -63,6 +78,7 @@ class LiveChecks:
         self._shown = shown
         self._on_failure = on_failure
         self._on_end = on_end
+        self.writers: dict[object, str] = {}
         self._task: asyncio.Task[None] | None = None
         # What was written and not compared as a whole, and since when; None: nothing.
         self._pending: tuple[PreparedVersion, float] | None = None
@@ -149,11 +165,13 @@ class LiveChecks:
             self.passed(current)
 
     def _fail(self, version: int, names: Sequence[str]) -> None:
-        logger.critical("live parameters do not hold version %d: %s", version, ", ".join(names))
+        said = _outside(version, names) if self.writers else _DAMAGED
+        logger.critical("version %d: %s (%s)", version, said, ", ".join(names))
         self._pending = None
         self._served.set_live_check(version, pb.LIVE_CHECK_FAILED)
         self._metrics.violate("never_mixed")
-        self._on_failure("live parameters do not hold the version; it is placed again")
+        self.writers = dict.fromkeys(self.writers, said)
+        self._on_failure(said)
 
     def _put_off(self, reason: str) -> None:
         logger.warning("the live parameters are compared later: %s", reason)

@@ -47,7 +47,8 @@ QUICK_S = 30.0
 _POLL_S = 0.002
 #: Calls that leave the live parameters and the engine as they are, however late they return.
 _HARMLESS = frozenset(
-    f"weightsync_{word}" for word in ("state", "check", "prepare", "ahead", "verify", "release")
+    f"weightsync_{word}"
+    for word in ("state", "check", "prepare", "ahead", "verify", "attach", "release")
 )
 #: What to do when nothing was written yet. Who commits or switches tells more: it fences.
 _STUCK = (
@@ -215,6 +216,17 @@ class Ranks:
         """
         args = {"apply_id": apply_id, "page": self._page(), "gives_way": True}
         return await self._start("weightsync_verify", args, QUICK_S)
+
+    async def attach(self, apply_id: str, offer: str, timeout_s: float) -> list[Report]:
+        """Have every rank send where what is live lies, as its part of an offer.
+
+        Args:
+            apply_id: Of what is live.
+            offer: Before `/` and the rank's name in what it offers over the segment socket.
+            timeout_s: Longest wait, seconds.
+        """
+        args = {"apply_id": apply_id, "page": self._page(), "gives_way": True, "offer": offer}
+        return await self._report("weightsync_attach", args, timeout_s)
 
     async def start_prefetch(self, apply_id: str, document: str) -> None:
         """Let every rank read shards of a version as they come; what they are asked next ends it.

@@ -25,6 +25,7 @@ from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.same_host_client import IpcPlacement, SameHostClient
 from weightsync.shm.same_host_server import LendingServer, PeerCredentials, WriteLease
 from weightsync.shm.segments import Segment, unwritten, writers_are_seen
+from weightsync.wire import peer_server
 
 SIZE = 4 << 20
 
@@ -332,7 +333,7 @@ def test_no_descriptor_for_one_connection_is_no_end_of_all(office: Office) -> No
 
 
 def test_too_many_are_turned_away(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_host_server, "MOST", 2)
+    monkeypatch.setattr(peer_server, "MOST", 2)
     kept = [SameHostClient(office.server.path, office.secret) for _ in range(2)]
     with pytest.raises(OSError, match=r"ended|Broken|reset"):
         SameHostClient(office.server.path, office.secret)

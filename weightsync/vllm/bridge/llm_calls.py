@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync.engine import (
+    ATTACH,
     BETWEEN_STEPS,
     FENCES_ON_EXPIRY,
     LAYOUT_CHECK,
@@ -77,8 +78,8 @@ class VllmCalls:
         """What this release can do beyond the least that we need."""
         found = {"cache_keep", FENCES_ON_EXPIRY, LAYOUT_CHECK}
         if node_count(self.config) == 1:
-            # What comes in, and what loaders read, is on this host alone.
-            found |= {READ_AHEAD, VERSION_LOADS}
+            # What comes in, what loaders read, and what is handed out, is on this host alone.
+            found |= {ATTACH, READ_AHEAD, VERSION_LOADS}
         if _steps_as_one(self.config, self.cores):
             # Tensor parallel ranks vote, and no step runs meanwhile; who else steps has no vote.
             found.add(BETWEEN_STEPS)

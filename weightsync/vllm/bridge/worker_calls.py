@@ -22,7 +22,9 @@ COMMIT = "weightsync_commit"
 #: Worker methods that read or write live parameters, which sleep mode takes away.
 TOUCH_WEIGHTS = frozenset(
     f"weightsync_{word}"
-    for word in ("ahead", "capture", "check", "load", "prepare", "commit", "switch", "verify")
+    for word in (
+        *("ahead", "attach", "capture", "check", "load", "prepare", "commit", "switch", "verify"),
+    )
 )
 #: How often workers are asked whether they have done what they do in the background.
 _SETTLE_S = 0.05

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LoadCall",
     "check_complete",
+    "is_watching",
     "load_call",
     "made_by_loading",
     "unwatched",
@@ -169,6 +170,11 @@ def unwatched() -> Iterator[None]:
         yield
     finally:
         _watching = True
+
+
+def is_watching() -> bool:
+    """Whether what is loaded now is a model that this process serves."""
+    return _watching
 
 
 def _note(look: Any, model: torch.nn.Module) -> None:

@@ -21,6 +21,7 @@ from weightsync.vllm.plan.plan_cache import PlanCache
 from weightsync.vllm.plan.view_cache import ViewCache
 from weightsync.vllm.twin.loader_process import LoaderError
 from weightsync.vllm.worker.background import Background
+from weightsync.vllm.worker.live_memory import hand_out
 from weightsync.vllm.worker.plan_transform import PlanTransform
 from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError, refused
 from weightsync.vllm.worker.rank_segments import RankSegments
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.apply.device_ops import DeviceOps
     from weightsync.vllm.apply.transform import Prepared, VersionTransform
     from weightsync.vllm.twin.twin_transform import TwinTransform
+    from weightsync.vllm.worker.live_memory import ModelFacts
     from weightsync.vllm.worker.rank_job import Job
 
 __all__ = ["Rank"]
@@ -83,6 +85,7 @@ class Rank:
     ) -> None:
         self._model = model
         self._device = device
+        self._name = name
         self._segment_socket = segment_socket
         self._ops = ops
         live = LiveParameters(model)
@@ -288,6 +291,17 @@ class Rank:
         """
         self._known(str(args["apply_id"]))
         self._background.start(args, self._verify)
+        return {}
+
+    def attach(self, args: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
+        """Start handing out where what is live lies; the outcome comes on the status page."""
+
+        def work(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
+            target = self._known(job.apply_id)
+            hand_out(self._socket(asked), str(asked["offer"]), self._name, facts, target)
+            return {"phase": "ready"}
+
+        self._background.start(args, work)
         return {}
 
     def release(self, args: Mapping[str, Any]) -> dict[str, Any]:

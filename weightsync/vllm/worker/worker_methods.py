@@ -25,6 +25,7 @@ from weightsync.vllm.plan.model_parts import ModelWithDraft
 from weightsync.vllm.twin.twin_of_worker import twin_of
 from weightsync.vllm.worker.between_steps import switch
 from weightsync.vllm.worker.consensus import tensor_rank_group
+from weightsync.vllm.worker.live_memory import facts_of
 from weightsync.vllm.worker.rank import Rank
 from weightsync.vllm.worker.rank_job import RefusedCallError, refused
 from weightsync.vllm.worker.update_receiver import update_receiver
@@ -119,6 +120,8 @@ def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
         return switch(_rank_of(worker), args, tensor_rank_group())
     if word == "update":
         return update_receiver(worker).call(args)
+    if word == "attach":
+        return _rank_of(worker).attach(args, facts_of(worker))
     loads = word in ("capture", "check")
     context = _with_config(worker) if loads else contextlib.nullcontext()
     with context:

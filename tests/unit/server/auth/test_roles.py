@@ -34,6 +34,7 @@ MAY_CALL = {
     Role.FOLLOW: LOOKING | {"PullWeights"},
     Role.MEMBER: {"Join", "ReadStaged"},
     Role.FLEET: APPLYING,
+    Role.TRAIN: ASKING | {"Attach"},
     Role.ADMIN: {method.name for method in METHODS.values()},
 }
 

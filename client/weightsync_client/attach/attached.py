@@ -1,0 +1,206 @@
+"""What a trainer that is attached to an engine has: views of the live parameters, by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from weightsync.errors import Reason
+from weightsync.shm.attach_client import AttachClient
+from weightsync_client.attach.model_views import put_into
+from weightsync_client.attach.rank_tensors import open_memory, view_of_box
+from weightsync_client.errors import UnavailableError, refuse, typed_errors
+
+__all__ = ["Attached", "AttachedBox", "attach"]
+
+
+class AttachedBox(NamedTuple):
+    """A part of a tensor that one rank has.
+
+    Attributes:
+        rank: `dp/pp/tp`.
+        offsets: Where the part begins in the whole tensor, elements.
+        view: The live parameter's memory, in its dtype, which may be another than the checkpoint's.
+    """
+
+    rank: str
+    offsets: tuple[int, ...]
+    view: torch.Tensor
+
+
+class Attached(Mapping[str, torch.Tensor]):
+    """The live parameters of an engine by the names of its checkpoint; ends with `close`.
+
+    As a mapping it has every tensor that lies whole in one place; what is written into one is what
+    the engine computes with from that moment on. With tensor parallelism most tensors are in parts,
+    and some are in several places: `boxes` has all of them, and `read` and `write` see to it.
+
+    Whoever writes while the engine generates, or outside a transaction, breaks what the service
+    promises: the server finds it, places the version again, and `check` says so.
+
+    Attributes:
+        engine: Name of the engine.
+        checkpoint: Name or path of what vLLM has loaded.
+        config: The model's configuration, as its `config.json` has it.
+        version: What the parameters held when this was made.
+        content_digest: Its content digest.
+        boxes: Every part, by the name of its tensor.
+    """
+
+    def __init__(self, engine: str, client: AttachClient) -> None:
+        self.engine = engine
+        self.version = client.version
+        self.content_digest = client.content_digest
+        self._client = client
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        boxes: dict[str, list[AttachedBox]] = defaultdict(list)
+        with contextlib.ExitStack() as stack:
+            stack.callback(client.close)
+            for rank in client.ranks:
+                memory = open_memory(rank, stack)
+                for box in rank.views.boxes:
+                    part = AttachedBox(rank.views.rank, box.offsets, view_of_box(box, memory))
+                    boxes[box.tensor].append(part)
+                    self._shapes[box.tensor] = box.shape
+            self._stack = stack.pop_all()
+        self.boxes: Mapping[str, tuple[AttachedBox, ...]] = {
+            name: tuple(parts) for name, parts in boxes.items()
+        }
+        first = client.ranks[0].views
+        self.checkpoint: str = first.checkpoint
+        self.config: Mapping[str, Any] = first.config
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return the view of a tensor that lies whole in one place.
+
+        Raises:
+            KeyError: It does not; `boxes` may have it.
+        """
+        parts = self.boxes[name]
+        if len(parts) != 1 or tuple(parts[0].view.shape) != self._shapes[name]:
+            msg = f"{name} lies in {len(parts)} places; see boxes, read and write"
+            raise KeyError(msg)
+        return parts[0].view
+
+    def __iter__(self) -> Any:
+        """Yield the names of the tensors that lie whole in one place."""
+        for name, parts in self.boxes.items():
+            if len(parts) == 1 and tuple(parts[0].view.shape) == self._shapes[name]:
+                yield name
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return sum(1 for _ in self)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, in elements."""
+        return self._shapes[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a copy of a whole tensor, on the device of its first part."""
+        parts = self.boxes[name]
+        first = parts[0].view
+        whole = torch.empty(self._shapes[name], dtype=first.dtype, device=first.device)
+        with torch.no_grad():
+            for part in parts:
+                _part(whole, part).copy_(part.view)
+        return whole
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a whole tensor into every place where a part of it lies, on every rank.
+
+        Raises:
+            ClientError: It has another shape.
+        """
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"{name} has shape {list(self._shapes[name])}, not {list(tensor.shape)}",
+            )
+        with torch.no_grad():
+            for part in self.boxes[name]:
+                part.view.copy_(_part(tensor, part))
+
+    def load_into(self, model: torch.nn.Module) -> None:
+        """Give a model the live parameters as its own, so that ordinary training code runs on them.
+
+        Args:
+            model: Made on the meta device, with the names of the checkpoint. What it ties stays
+                tied. Nothing is copied.
+
+        Raises:
+            ClientError: Naming what it has and the engine has not, or in parts. The model is as it
+                was.
+        """
+        put_into(model, self)
+
+    def check(self) -> None:
+        """Return if this is still what the engine serves with.
+
+        Raises:
+            ClientError: RefusedError: something was written outside a transaction, and the version
+                was placed again. UnavailableError: engine or server were started anew.
+        """
+        try:
+            with typed_errors():
+                self._client.check()
+        except OSError as error:
+            raise _gone(error) from error
+
+    def close(self) -> None:
+        """Detach; views that somebody still has must not be used any more."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def attach(engine: str, socket: str, secret: str) -> Attached:
+    """Return the live parameters that a secret opens.
+
+    Args:
+        engine: Name of the engine.
+        socket: Path at which the server hands them over.
+        secret: From Attach.
+
+    Raises:
+        ClientError: With the reason and the remedy.
+    """
+    try:
+        with typed_errors():
+            client = AttachClient(socket, secret)
+    except PermissionError as error:
+        raise refuse(
+            Reason.PERMISSION_DENIED,
+            f"{socket} is for the user of weightsync-server alone ({error.strerror}); run the "
+            "trainer as that user",
+        ) from error
+    except OSError as error:
+        raise _gone(error) from error
+    return Attached(engine, client)
+
+
+def _part(whole: torch.Tensor, part: AttachedBox) -> torch.Tensor:
+    spans = zip(part.offsets, part.view.shape, strict=True)
+    return whole[tuple(slice(begin, begin + length) for begin, length in spans)]
+
+
+def _gone(error: OSError) -> UnavailableError:
+    return UnavailableError(
+        Reason.SERVER_AWAY,
+        f"the server hands over no memory ({error}); check that it runs on this host and that its "
+        "folder is shared, then attach again",
+    )

@@ -1,0 +1,158 @@
+"""A trainer in the memory of one real vLLM: views by name, what they show and what they change."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.vllm_server import VllmServer
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync_client import Client, LiveCheck, RefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.matrix,
+    pytest.mark.alone,
+    pytest.mark.timeout(400),
+]
+
+_PROMPT = "The quick brown"
+
+
+@dataclass
+class _Site:
+    vllm: VllmServer
+    server: WeightSyncServer
+    first: Path
+    second: Path
+
+    def client(self) -> Client:
+        return Client(self.server.address)
+
+
+@contextlib.contextmanager
+def _site(first: Path, second: Path, tp: int) -> Iterator[_Site]:
+    folder = Path(tempfile.mkdtemp(prefix="va"))
+    run = folder / "run"
+    vllm = VllmServer(first, run, tp=tp, variables={"WEIGHTSYNC_ATTACH": "1"})
+    server = WeightSyncServer(run, folder / "state", flags=["--slots", "3"])
+    try:
+        vllm.start()
+        server.start()
+        server.wait_serving()
+        yield _Site(vllm, server, first, second)
+    finally:
+        server.stop()
+        vllm.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def site(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[_Site]:
+    tied = request.param == 1
+    paths = (checkpoint(seed=seed, tied=tied) for seed in (1, 2))
+    with _site(*paths, tp=request.param) as made:
+        yield made
+
+
+def _content(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def _until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _passed(client: Client, version: int) -> bool:
+    return client.get_version(version).live_check is LiveCheck.PASSED
+
+
+def test_every_tensor_of_the_checkpoint_is_there(site: _Site) -> None:
+    with site.client() as client, client.attach() as attached:
+        assert attached.checkpoint == str(site.first)
+        assert attached.config["num_hidden_layers"] == 2
+        assert attached.version == 1
+        content = _content(site.first)
+        assert content.keys() <= attached.boxes.keys()
+        for name, tensor in content.items():
+            assert torch.equal(attached.read(name), tensor.float()), name
+        if site.vllm.tp == 1:
+            assert content.keys() <= attached.keys()
+        else:
+            halves = [box.offsets for box in attached.boxes["model.layers.0.mlp.down_proj.weight"]]
+            columns = attached.shape("model.layers.0.mlp.down_proj.weight")[1]
+            assert halves == [(0, 0), (0, columns // 2)]
+            assert len(attached.boxes["model.norm.weight"]) == 2
+
+
+def test_an_apply_is_seen_through_the_views(site: _Site) -> None:
+    with site.client() as client, client.attach() as attached:
+        version = client.push(site.second).version
+        client.apply(version)
+        for name, tensor in _content(site.second).items():
+            assert torch.equal(attached.read(name), tensor.float()), name
+        client.rollback()
+        attached.check()
+
+
+def test_what_is_written_is_served_until_it_is_found(site: _Site) -> None:
+    with site.client() as client:
+        before = site.vllm.complete(_PROMPT)
+        (model,) = client.status().models
+        version = model.live_version
+        attached = client.attach()
+        _until(lambda: _passed(client, version))
+        for name, tensor in _content(site.second).items():
+            attached.write(name, tensor)
+        assert site.vllm.complete(_PROMPT) != before
+        with client.attach():
+            _until(lambda: "outside a transaction; version" in site.server.log)
+            with pytest.raises(RefusedError, match="outside a transaction"):
+                attached.check()
+            _until(lambda: client.health("serving") and _passed(client, version))
+        assert site.vllm.complete(_PROMPT) == before
+        for name, tensor in _content(site.first).items():
+            assert torch.equal(attached.read(name), tensor.float()), name
+        attached.close()
+        assert client.verify().verified
+
+
+def test_a_model_of_transformers_computes_with_the_engine_s_memory(site: _Site) -> None:
+    import transformers
+
+    with site.client() as client, client.attach() as attached:
+        config = transformers.AutoConfig.from_pretrained(site.first)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if site.vllm.tp > 1:
+            with pytest.raises(RefusedError, match="do not lie whole in one place"):
+                attached.load_into(model)
+            return
+        attached.load_into(model)
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+        name = "model.layers.1.self_attn.k_proj.weight"
+        assert model.get_parameter(name).data_ptr() == attached[name].data_ptr()
+        fresh = transformers.AutoModelForCausalLM.from_pretrained(site.first, dtype=torch.float32)
+        tokens = torch.arange(1, 20)[None]
+        out = model(tokens, labels=tokens)
+        assert torch.equal(out.logits, fresh(tokens).logits)
+        out.loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,118 @@
+"""Where the tensors of a checkpoint lie in the live memory of one rank, as who attaches reads it.
+
+A rank offers files over the segment socket: first `DOCUMENT`, this as JSON, then its memory. On a
+CPU that is a writable descriptor of each allocation; of a GPU it is one file, `HANDLES`, with what
+`cuIpcGetMemHandle` answered for each. A handle opens its allocation to whoever has its bytes, so
+they are in that file, which lies nowhere and is handed over as a descriptor, and in no document.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["DOCUMENT", "HANDLES", "HANDLE_BYTES", "MEMORY", "LiveBox", "LiveViews"]
+
+#: Names of the files that a rank offers.
+DOCUMENT, MEMORY, HANDLES = "document", "memory", "handles"
+#: CU_IPC_HANDLE_SIZE
+HANDLE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBox:
+    """A part of a tensor that lies in a rank's memory.
+
+    Attributes:
+        tensor: Name in the checkpoint.
+        dtype: Safetensors dtype of what is live, which may be another than the checkpoint's.
+        shape: Of the whole tensor, elements.
+        offsets: Where the part begins in it, elements.
+        lengths: How far it goes, elements.
+        stride: From an element to the next in memory, elements.
+        memory: In which allocation.
+        begin: Where its first element is there, bytes.
+    """
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    stride: tuple[int, ...]
+    memory: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveViews:
+    """What one rank hands out.
+
+    Attributes:
+        rank: `dp/pp/tp`.
+        device: UUID of its GPU, 16 bytes; empty: the memory is the host's.
+        checkpoint: Name or path of what the engine has loaded.
+        config: The model's configuration, as its `config.json` has it.
+        boxes: Every part that it has.
+    """
+
+    rank: str
+    device: bytes
+    checkpoint: str
+    config: Mapping[str, Any]
+    boxes: tuple[LiveBox, ...]
+
+    def to_json(self) -> bytes:
+        """Return the document."""
+        boxes = [list(asdict(box).values()) for box in self.boxes]
+        return json.dumps(
+            {
+                "rank": self.rank,
+                "device": self.device.hex(),
+                "checkpoint": self.checkpoint,
+                "config": dict(self.config),
+                "boxes": boxes,
+            }
+        ).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> LiveViews:
+        """Read a document.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            found = json.loads(data)
+            return cls(
+                str(found["rank"]),
+                bytes.fromhex(found["device"]),
+                str(found["checkpoint"]),
+                dict(found["config"]),
+                tuple(map(_box, found["boxes"])),
+            )
+        except (KeyError, TypeError) as error:
+            msg = f"a rank describes its memory in a way that is not known here ({error!r})"
+            raise ValueError(msg) from error
+
+
+def _box(values: list[Any]) -> LiveBox:
+    tensor, dtype, shape, offsets, lengths, stride, memory, begin = values
+    return LiveBox(
+        str(tensor),
+        str(dtype),
+        _dims(shape),
+        _dims(offsets),
+        _dims(lengths),
+        _dims(stride),
+        int(memory),
+        int(begin),
+    )
+
+
+def _dims(values: list[Any]) -> tuple[int, ...]:
+    return tuple(map(int, values))
