@@ -177,6 +177,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         needed=False,
     ),
     *_each("vllm.config.model:ModelConfig", "model revision quantization", "checkpoint files"),
+    *_each("vllm.config.model:ModelConfig", "hf_config enable_sleep_mode", "trainers that attach"),
     *_each("vllm.config.load:LoadConfig", "load_format download_dir", "checkpoint files"),
     # endpoint
     *_each(

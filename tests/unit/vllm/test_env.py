@@ -188,3 +188,13 @@ async def test_several_api_servers_are_refused() -> None:
     with pytest.raises(RuntimeError, match="--api-server-count 1"):
         await Bridge().init_state(object(), None, SimpleNamespace(api_server_count=2))
     await Bridge().init_state(None, None, SimpleNamespace())
+
+
+@pytest.mark.parametrize(("text", "attachable"), [("", False), ("0", False), ("1", True)])
+def test_parameters_are_shared_where_that_is_asked_for(text: str, *, attachable: bool) -> None:
+    assert EngineSettings.load({"WEIGHTSYNC_ATTACH": text}).attachable is attachable
+
+
+def test_a_wrong_switch_for_sharing_is_named() -> None:
+    with pytest.raises(ValueError, match=r"WEIGHTSYNC_ATTACH is 'yes'; set it to 1 or 0"):
+        EngineSettings.load({"WEIGHTSYNC_ATTACH": "yes"})

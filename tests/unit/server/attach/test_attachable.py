@@ -1,0 +1,40 @@
+"""Engines whose memory nobody gets, each with what stands in the way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightsync.engine import ATTACH
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.attach.attachable import check_attachable
+
+
+def _session(
+    ranks: tuple[str, ...] = ("0/0/0", "0/0/1"),
+    capabilities: frozenset[str] = frozenset({ATTACH}),
+    why: str = "",
+) -> Any:
+    info = SimpleNamespace(ranks=ranks, capabilities=capabilities)
+    return SimpleNamespace(info=info, loads=SimpleNamespace(why=why) if why else None)
+
+
+def test_ranks_of_one_replica_hand_out_their_memory() -> None:
+    check_attachable(_session())
+    check_attachable(_session(("0/0/0", "0/1/0")))
+
+
+@pytest.mark.parametrize(
+    ("session", "said"),
+    [
+        (_session(("0/0/0", "1/0/0")), "start vLLM without --data-parallel-size"),
+        (_session(capabilities=frozenset()), "install the same release on both sides"),
+        (_session(why="vLLM computes w"), r"\(vLLM computes w\).*push versions of it"),
+    ],
+)
+def test_others_are_refused_in_words(session: Any, said: str) -> None:
+    with pytest.raises(WeightSyncError, match=said) as caught:
+        check_attachable(session)
+    assert caught.value.reason is Reason.ENGINE_REFUSED

@@ -1,0 +1,125 @@
+"""The attach socket with real descriptors: what is handed over, to whom, and until when."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm import attach_server
+from weightsync.shm.attach_client import AttachClient
+from weightsync.shm.attach_server import AttachServer, HandedOut
+from weightsync.shm.live_views import DOCUMENT, HANDLES, MEMORY, LiveBox, LiveViews
+from weightsync.shm.segments import Segment, unwritten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_BOX = LiveBox("w", "F32", (4, 2), (2, 0), (2, 2), (2, 1), 0, 64)
+_VIEWS = LiveViews("0/0/0", b"", "m", {"layers": 1}, (_BOX,))
+
+
+class _Desk:
+    """Hands one segment, and two handles, to who has the secret."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.ended = 0
+        self.refusal: WeightSyncError | None = None
+
+    def redeem(self, secret: str) -> HandedOut:
+        if secret != "good":
+            raise WeightSyncError(Reason.PERMISSION_DENIED, "opens nothing")
+        files = []
+        for name, data in ((DOCUMENT, _VIEWS.to_json()), (HANDLES, bytes(128))):
+            fd = os.memfd_create(name)
+            os.pwrite(fd, data, 0)
+            files.append((name, len(data), fd))
+        files.append((MEMORY, self.segment.capacity, self.segment.lend()))
+        return HandedOut(7, "c" * 32, [files])
+
+    def check(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def close(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[_Desk]:
+    segment = Segment.create(4096)
+    made = _Desk(segment)
+    server = AttachServer(tmp_path / "a.sock", lambda _: made)
+    yield made
+    server.close()
+    segment.close()
+
+
+def _until_ended(desk: _Desk) -> None:
+    end = time.monotonic() + 10
+    while not desk.ended:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_who_has_the_secret_gets_memory_to_write(desk: _Desk, tmp_path: Path) -> None:
+    client = AttachClient(tmp_path / "a.sock", "good")
+    (rank,) = client.ranks
+    assert (client.version, client.content_digest) == (7, "c" * 32)
+    assert rank.views == _VIEWS
+    assert rank.handles == (bytes(64), bytes(64))
+    rank.mappings[0].view[64] = 42
+    assert desk.segment.view[64] == 42
+    client.check()
+    assert not unwritten(desk.segment.fd)
+    client.close()
+    _until_ended(desk)
+    # The server kept none of the descriptors that it sent, nor did the client.
+    rank.mappings[0].close()
+    assert unwritten(desk.segment.fd)
+
+
+def test_the_socket_is_its_user_s_alone(desk: _Desk, tmp_path: Path) -> None:
+    del desk
+    assert stat.S_IMODE((tmp_path / "a.sock").stat().st_mode) == 0o600
+
+
+def test_another_user_is_refused_whatever_it_has(
+    desk: _Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(attach_server.os, "geteuid", lambda: own + 1)
+    with pytest.raises(WeightSyncError, match="may not write what user") as caught:
+        AttachClient(tmp_path / "a.sock", "good")
+    assert caught.value.reason is Reason.PERMISSION_DENIED
+    assert unwritten(desk.segment.fd)
+
+
+def test_a_wrong_secret_opens_nothing(desk: _Desk, tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match="opens nothing"):
+        AttachClient(tmp_path / "a.sock", "bad")
+    _until_ended(desk)
+    assert unwritten(desk.segment.fd)
+
+
+def test_a_check_that_fails_ends_the_attachment(desk: _Desk, tmp_path: Path) -> None:
+    client = AttachClient(tmp_path / "a.sock", "good")
+    desk.refusal = WeightSyncError(Reason.ENGINE_AWAY, "started anew")
+    with pytest.raises(WeightSyncError, match="started anew"):
+        client.check()
+    with pytest.raises(ConnectionError):
+        client.check()
+    client.close()
+
+
+def test_views_are_read_as_they_were_written_and_others_are_refused() -> None:
+    assert LiveViews.from_json(_VIEWS.to_json()) == _VIEWS
+    for wrong in (b"{}", b"[]", b'{"rank": "0", "device": "", "boxes": 3}'):
+        with pytest.raises(ValueError, match=r"not known here|indices"):
+            LiveViews.from_json(wrong)
