@@ -78,12 +78,12 @@ class Rule:
 
 
 _PUSH, _READ, _ADMIN = (frozenset({role}) for role in (Role.PUSH, Role.READ, Role.ADMIN))
+_TRAIN = frozenset({Role.TRAIN})
 _APPLY = frozenset({Role.APPLY, Role.FLEET})
 #: What trainers and controllers need to know as well: names, numbers and states, no bytes.
-_ANY = _PUSH | _APPLY | _READ | frozenset({Role.TRAIN})
+_ANY = _PUSH | _APPLY | _READ | _TRAIN
 #: Servers of other hosts: what they do not need, they may not ask.
 _FOLLOW, _MEMBER = (frozenset({role}) for role in (Role.FOLLOW, Role.MEMBER))
-_TRAIN = frozenset({Role.TRAIN})
 _CLEARING = Reserved("clear_rejected", Role.ADMIN)
 #: `SCOPE_FLEET`.
 _FLEET = Reserved("scope", Role.FLEET, 2)

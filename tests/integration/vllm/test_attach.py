@@ -62,8 +62,8 @@ def _site(first: Path, second: Path, tp: int) -> Iterator[_Site]:
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def site(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[_Site]:
     tied = request.param == 1
-    paths = (checkpoint(seed=seed, tied=tied) for seed in (1, 2))
-    with _site(*paths, tp=request.param) as made:
+    first, second = (checkpoint(seed=seed, tied=tied) for seed in (1, 2))
+    with _site(first, second, request.param) as made:
         yield made
 
 

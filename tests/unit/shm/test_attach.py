@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm import attach_server
 from weightsync.shm.attach_client import AttachClient
 from weightsync.shm.attach_server import AttachServer, HandedOut
 from weightsync.shm.live_views import DOCUMENT, HANDLES, MEMORY, LiveBox, LiveViews
@@ -94,7 +93,7 @@ def test_another_user_is_refused_whatever_it_has(
     desk: _Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = os.geteuid()
-    monkeypatch.setattr(attach_server.os, "geteuid", lambda: own + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(WeightSyncError, match="may not write what user") as caught:
         AttachClient(tmp_path / "a.sock", "good")
     assert caught.value.reason is Reason.PERMISSION_DENIED

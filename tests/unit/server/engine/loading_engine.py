@@ -61,7 +61,7 @@ class LoadingEngine(Engine):
 
     async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> Any:
         live = self.live
-        self.live = live | {"b": _computed(live["b"])}
+        self.live = {**live, "b": _computed(live["b"])}
         try:
             return await super().offer_checkpoint(segment_socket, offer_id)
         finally:

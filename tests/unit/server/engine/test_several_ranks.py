@@ -28,7 +28,7 @@ async def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[P
 
 
 def _live(it: Plant) -> list[dict[str, bytes]]:
-    return [rank.live for rank in it.engine.ranks]
+    return [dict(rank.live) for rank in it.engine.ranks]
 
 
 def _fail_once(it: Plant, number: int) -> None:

@@ -12,7 +12,7 @@ from weightsync.vllm.plan.merge import merge_neighbours
 
 
 def _strides(view: torch.Tensor) -> Strides:
-    return Strides(view.storage_offset(), tuple(view.shape), view.stride())
+    return Strides(int(view.storage_offset()), tuple(view.shape), view.stride())
 
 
 def _plan(
