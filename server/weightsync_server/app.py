@@ -427,15 +427,11 @@ def _attach_socket(settings: Settings) -> Path:
 
 
 def _engine_options(settings: Settings, engine_args: tuple[str, ...]) -> EngineOptions:
+    own = [settings.segment_socket, settings.lending_socket, settings.ingest_socket]
     return EngineOptions(
         settings.engine_names,
         settings.engines,
-        [
-            settings.segment_socket,
-            settings.lending_socket,
-            settings.ingest_socket,
-            _attach_socket(settings),
-        ],
+        [*own, _attach_socket(settings)],
         settings.model,
         settings.ranks,
         engine_args,
