@@ -387,10 +387,11 @@ class Client:
             ClientError: RefusedError with what stands in the way; DeniedError.
         """
         # Imports PyTorch, of which nothing else here has need.
-        from weightsync_client.attach import attach
+        from weightsync_client.attach import Writing, attach
 
         found = self._invoke(calls.attach(self.model, engine, self._link.timeouts))
-        return attach(found.engine, found.socket, found.secret)
+        writing = Writing(self.model, self._link, self._channel, lambda w: self.push(w).version)
+        return attach(found.engine, found.socket, found.secret, writing)
 
     # The server and this client.
 

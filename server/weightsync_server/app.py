@@ -14,42 +14,52 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha import reflection
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.manifest import MAX_VERSION
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.attach import Attachments, AttachServicer, add_attach_service
+from weightsync_server.attach import (
+    Attachments,
+    AttachServicer,
+    InPlaceCalls,
+    add_attach_service,
+)
 from weightsync_server.auth import Endpoint
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.auth_interceptor import AuthorityInterceptor
 from weightsync_server.auth.callers import caller_name
 from weightsync_server.auth.listeners import Listeners
-from weightsync_server.catalog.retention import Retention
 from weightsync_server.catalog.scrubber import Scrubber
-from weightsync_server.deltas import ChainLimits
 from weightsync_server.engine import (
     Applier,
-    ApplyLimits,
     HostParts,
     JournalFile,
     ModelParts,
 )
 from weightsync_server.engine.journal import live_in_store
-from weightsync_server.engines import EngineOptions, Engines
-from weightsync_server.fleet_host.fleet_service import FleetOptions, FleetService
-from weightsync_server.follow.start import FollowOptions, start_follower
+from weightsync_server.engines import Engines
+from weightsync_server.fleet_host.fleet_service import FleetService
+from weightsync_server.follow.start import start_follower
 from weightsync_server.gauges import track
 from weightsync_server.http_api import HttpApi, InnerCalls
 from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.invariants import InvariantMonitor, count_lost
-from weightsync_server.model import ModelLimits, open_model
+from weightsync_server.model import open_model
 from weightsync_server.nodes import NodeGroup, NodeServicer, add_node_service
 from weightsync_server.ops.http_endpoint import MetricsEndpoint
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.process_tuning import tune_process
 from weightsync_server.ops.state_lock import StateLock
-from weightsync_server.push import PushLimits, PushService, start_lending
-from weightsync_server.register.etcd_tls import EtcdTls
+from weightsync_server.part_options import (
+    apply_limits,
+    attach_socket,
+    call_limits,
+    engine_options,
+    fleet_options,
+    follow_options,
+    model_limits,
+    push_limits,
+)
+from weightsync_server.push import PushService, start_lending
 from weightsync_server.residency.budget import SegmentBudget
 from weightsync_server.residency.segments import SegmentAllocator
 from weightsync_server.rpc import (
@@ -61,7 +71,7 @@ from weightsync_server.rpc import (
     add_debug_service,
     add_service,
 )
-from weightsync_server.rpc.rate_limits import Admission, CallLimits
+from weightsync_server.rpc.rate_limits import Admission
 from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
 from weightsync_server.status import Processes, StatusSource
 from weightsync_server.store import open_store
@@ -71,16 +81,12 @@ from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from weightsync_server.settings import Settings
 
 __all__ = ["App"]
 
 logger = logging.getLogger(__name__)
-
-#: The engine's checkpoint is the first version, whatever is pushed before the engine is up.
-_CHECKPOINT_VERSION = 1
 
 
 class App:
@@ -150,7 +156,7 @@ class App:
         budget = SegmentBudget(settings.memory_bytes)
         records = await store.open()
         allocator = SegmentAllocator(budget, segments, fetchers)
-        limits = _model_limits(settings)
+        limits = model_limits(settings)
         model = await open_model(settings.name, store, fetchers, allocator, limits, records)
         known = {record.version for record in model.table.list()}
         for version in live_in_store(journal):
@@ -159,7 +165,7 @@ class App:
         model.compactor.on_fold = metrics.deltas.count_fold
         ingesters = IngestPool(settings, metrics)
         allocator.mappers.append(ingesters.forget)
-        pushes = PushService(model, limits=_limits(settings), meters=metrics)
+        pushes = PushService(model, limits=push_limits(settings), meters=metrics)
         await pushes.restore()
         # An object store checks what it keeps by itself, and every byte read from it costs.
         if store.durable and store.local and settings.scrub_bytes_per_s:
@@ -182,14 +188,15 @@ class App:
         self._nodes = NodeGroup(segments)
         parts = ModelParts.of(model, self._nodes)
         announcer = Announcer(health_service)
-        host = HostParts(segments, metrics, _apply_limits(settings), settings.fleet)
-        options = _engine_options(settings, self._engine_args)
+        host = HostParts(segments, metrics, apply_limits(settings), settings.fleet)
+        options = engine_options(settings, self._engine_args)
         engines = Engines(options, parts, host, journal, announcer.serving)
         await engines.open(settings.segment_socket, stack)
         applier = Applier(engines.set, parts, host)
-        attachments = Attachments(engines.set, segments, _attach_socket(settings))
+        attachments = Attachments(engines.set, segments, attach_socket(settings))
         attachments.start(stack)
-        fleet = FleetService.of(_fleet_options(settings), engines.set, parts, host)
+        transactions = InPlaceCalls(parts, host)
+        fleet = FleetService.of(fleet_options(settings), engines.set, parts, host)
         if fleet is not None:
             stack.push_async_callback(fleet.stop)
         processes = Processes(fetchers, ingesters)
@@ -208,7 +215,7 @@ class App:
         )
         census.start()
         stack.push_async_callback(census.stop)
-        trainers = AttachServicer(settings.name, attachments)
+        trainers = AttachServicer(settings.name, attachments, transactions)
         audit, interceptors = self._bind(metrics, servicer, trainers, health_service)
         # With the other addresses: one that is taken ends the start before the engine hears of it.
         self._serve_metrics(stack, metrics)
@@ -217,7 +224,7 @@ class App:
         stack.push_async_callback(ingesters.close)
         await ingesters.serve(servicer, audit, interceptors)
         # Before the engine: what it starts on may be a version of the origin.
-        if follower := await start_follower(_follow_options(settings), model, pushes, metrics):
+        if follower := await start_follower(follow_options(settings), model, pushes, metrics):
             stack.push_async_callback(follower.stop)
         if fleet is not None:
             # What its engines begin to serve is said by its fleet.
@@ -225,6 +232,7 @@ class App:
         engines.set.start()
         stack.push_async_callback(engines.set.stop)
         stack.push_async_callback(self._drain, applier)
+        stack.push_async_callback(transactions.drain)
         engines.start_updates(applier)
         stack.push_async_callback(engines.stop_updates)
         if fleet is not None:
@@ -253,7 +261,7 @@ class App:
             self._settings.reader_timeout_s,
             metrics.bounds,
         )
-        admission = Admission(_call_limits(self._settings), caller_name)
+        admission = Admission(call_limits(self._settings), caller_name)
         audit = Audit(self._settings.name, metrics)
         nodes = NodeServicer(self._nodes)
         for witnessed in (servicer, nodes, trainers):
@@ -354,94 +362,3 @@ def _refusing_address(address: str, flag: str) -> Iterator[None]:
             f"{address} is taken, or is no address that this server may use; choose another "
             f"with {flag}",
         ) from error
-
-
-def _limits(settings: Settings) -> PushLimits:
-    return PushLimits(
-        max_pushes=settings.max_pushes,
-        # An origin has decided already which number its version gets.
-        max_version_jump=settings.max_version_jump if not settings.follow else MAX_VERSION,
-        stream_idle_timeout_s=settings.push_idle_timeout_s,
-        resume_timeout_s=settings.push_resume_timeout_s,
-        writer_timeout_s=settings.push_writer_timeout_s,
-    )
-
-
-def _model_limits(settings: Settings) -> ModelLimits:
-    return ModelLimits(
-        slots=settings.slots,
-        retention=Retention(settings.retain_versions, settings.retain_bytes),
-        chains=ChainLimits(settings.delta_chain_length, settings.delta_chain_share),
-        disk_floor_bytes=settings.disk_floor_bytes,
-        reserved_version=_CHECKPOINT_VERSION,
-    )
-
-
-def _follow_options(settings: Settings) -> FollowOptions:
-    return FollowOptions(
-        settings.follow,
-        settings.follow_interval_s,
-        settings.follow_ca,
-        settings.follow_cert,
-        settings.follow_key,
-        settings.follow_token_file,
-        settings.slots,
-        settings.disk_floor_bytes,
-        settings.follow_cache,
-    )
-
-
-def _fleet_options(settings: Settings) -> FleetOptions | None:
-    if not settings.fleet:
-        return None
-    if settings.engine_names == ["none"]:
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
-            "a member of a fleet has engines, and --engine is none; name them, or leave out "
-            "--fleet and --fleet-register",
-        )
-    files = settings.fleet_ca, settings.fleet_cert, settings.fleet_key
-    return FleetOptions(
-        settings.fleet,
-        settings.fleet_register,
-        EtcdTls(*files) if any(files) else None,
-        settings.fleet_member,
-        settings.fleet_limits,
-        settings.max_unavailable,
-        settings.state_dir / "fleet.json",
-        bool(settings.follow),
-    )
-
-
-def _apply_limits(settings: Settings) -> ApplyLimits:
-    return ApplyLimits(
-        prepare_timeout_s=settings.prepare_timeout_s,
-        commit_timeout_s=settings.commit_timeout_s,
-        pause_lease_s=settings.pause_lease_s,
-        read_ahead=settings.read_ahead,
-    )
-
-
-def _attach_socket(settings: Settings) -> Path:
-    return settings.segment_socket.with_name("attach.sock")
-
-
-def _engine_options(settings: Settings, engine_args: tuple[str, ...]) -> EngineOptions:
-    own = [settings.segment_socket, settings.lending_socket, settings.ingest_socket]
-    return EngineOptions(
-        settings.engine_names,
-        settings.engines,
-        [*own, _attach_socket(settings)],
-        settings.model,
-        settings.ranks,
-        engine_args,
-    )
-
-
-def _call_limits(settings: Settings) -> CallLimits:
-    return CallLimits(
-        calls_per_s=settings.max_calls_per_s,
-        streams=settings.max_streams,
-        pulls=settings.max_pulls,
-        watches=settings.max_watches,
-    )

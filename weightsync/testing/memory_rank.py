@@ -282,11 +282,16 @@ class MemoryRank:
         return self._prepared[apply_id]
 
     def _verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        wrong = self._differing(self._known(args).tensors)
-        if wrong:
-            self._content, self._dirty = "", True
+        prepared = self._known(args)
+        wrong = self._differing(prepared.tensors)
+        self._content, self._dirty = ("", True) if wrong else (prepared.content_digest, False)
         report = {"phase": "ready", "proved": not wrong, "mismatched": wrong}
         self._tell(str(args["page"]), {"ticket": args["ticket"], **report})
+        return {}
+
+    def _unprove(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        self._content, self._dirty = "", True
+        self._touched = True
         return {}
 
     def _attach(self, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,9 @@ isort:skip_file
 What a trainer on the engine's host asks of the engine's own memory."""
 
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from weightsync.v1 import weightsync_pb2 as _weightsync_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -73,3 +75,223 @@ class AttachResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class WriteInPlaceRequest(_message.Message):
+    """A step of a transaction. Each gives it another lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begin(self) -> Global___BeginInPlace:
+        """First, and once."""
+
+    @_builtins.property
+    def renew(self) -> Global___RenewInPlace:
+        """The trainer is at work still."""
+
+    @_builtins.property
+    def commit(self) -> Global___CommitInPlace:
+        """All is written."""
+
+    @_builtins.property
+    def abort(self) -> Global___AbortInPlace:
+        """Nothing of it counts."""
+
+    def __init__(
+        self,
+        *,
+        begin: Global___BeginInPlace | None = ...,
+        renew: Global___RenewInPlace | None = ...,
+        commit: Global___CommitInPlace | None = ...,
+        abort: Global___AbortInPlace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "commit", b"commit", "renew", b"renew", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "commit", b"commit", "renew", b"renew", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["begin", "renew", "commit", "abort"]  # noqa: Y015
+    _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_step) -> _WhichOneofReturnType_step | None: ...
+
+Global___WriteInPlaceRequest: _TypeAlias = WriteInPlaceRequest  # noqa: Y015
+
+@_typing.final
+class BeginInPlace(_message.Message):
+    """Asks for the parameters of an engine, to write them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name."""
+    engine: _builtins.str
+    """Name of the engine, from Attach; empty: the server's only one."""
+    base_version: _builtins.int
+    """The version that the trainer has computed on, which must be live."""
+    @_builtins.property
+    def pause(self) -> _weightsync_pb2.PauseOptions:
+        """How to pause. BETWEEN_STEPS is none."""
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """How long the trainer may be silent; 0.1 to 600 s, unset: 60 s."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        base_version: _builtins.int = ...,
+        pause: _weightsync_pb2.PauseOptions | None = ...,
+        lease: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "pause", b"pause"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "engine", b"engine", "lease", b"lease", "model", b"model", "pause", b"pause"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginInPlace: _TypeAlias = BeginInPlace  # noqa: Y015
+
+@_typing.final
+class RenewInPlace(_message.Message):
+    """Says that the trainer lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewInPlace: _TypeAlias = RenewInPlace  # noqa: Y015
+
+@_typing.final
+class CommitInPlace(_message.Message):
+    """Makes what was written live."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version that it is, pushed and committed."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitInPlace: _TypeAlias = CommitInPlace  # noqa: Y015
+
+@_typing.final
+class AbortInPlace(_message.Message):
+    """Takes back what was written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortInPlace: _TypeAlias = AbortInPlace  # noqa: Y015
+
+@_typing.final
+class WriteInPlaceResponse(_message.Message):
+    """What has become of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGUN_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begun(self) -> Global___InPlaceBegun:
+        """The engine stands still; what is live may be written."""
+
+    @_builtins.property
+    def committed(self) -> Global___InPlaceCommitted:
+        """The version is live."""
+
+    def __init__(
+        self,
+        *,
+        begun: Global___InPlaceBegun | None = ...,
+        committed: Global___InPlaceCommitted | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "outcome", b"outcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["begun", "committed"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___WriteInPlaceResponse: _TypeAlias = WriteInPlaceResponse  # noqa: Y015
+
+@_typing.final
+class InPlaceBegun(_message.Message):
+    """The engine stands still."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTION_ID_FIELD_NUMBER: _builtins.int
+    transaction_id: _builtins.str
+    """Names the transaction, in GetStatus and in what others are refused with."""
+    def __init__(
+        self,
+        *,
+        transaction_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transaction_id", b"transaction_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InPlaceBegun: _TypeAlias = InPlaceBegun  # noqa: Y015
+
+@_typing.final
+class InPlaceCommitted(_message.Message):
+    """Every rank was proved to hold the version, and generates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def report(self) -> _weightsync_pb2.ApplyReport:
+        """As an apply reports."""
+
+    def __init__(
+        self,
+        *,
+        report: _weightsync_pb2.ApplyReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InPlaceCommitted: _TypeAlias = InPlaceCommitted  # noqa: Y015

@@ -40,6 +40,11 @@ class AttachServiceStub:
                 request_serializer=weightsync_dot_v1_dot_attach__pb2.AttachRequest.SerializeToString,
                 response_deserializer=weightsync_dot_v1_dot_attach__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.WriteInPlace = channel.stream_stream(
+                '/weightsync.v1.AttachService/WriteInPlace',
+                request_serializer=weightsync_dot_v1_dot_attach__pb2.WriteInPlaceRequest.SerializeToString,
+                response_deserializer=weightsync_dot_v1_dot_attach__pb2.WriteInPlaceResponse.FromString,
+                _registered_method=True)
 
 
 class AttachServiceServicer:
@@ -56,6 +61,18 @@ class AttachServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WriteInPlace(self, request_iterator, context):
+        """One transaction: from Begun to its last answer the engine stands still and its parameters may be
+        written by who has them. Commit makes a version live that was pushed since and that every rank
+        proves to hold; the call ends with Committed. However else it ends (Abort, the end of the
+        stream, a lease that ran out, a rank that holds something else) the version before is put back,
+        proved and served, or the engine is fenced: then the call fails with APPLY_RESTORED or
+        ENGINE_FENCED. Of a version that is not live any more: VERSION_CONFLICT, and nothing is paused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AttachServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +80,11 @@ def add_AttachServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=weightsync_dot_v1_dot_attach__pb2.AttachRequest.FromString,
                     response_serializer=weightsync_dot_v1_dot_attach__pb2.AttachResponse.SerializeToString,
+            ),
+            'WriteInPlace': grpc.stream_stream_rpc_method_handler(
+                    servicer.WriteInPlace,
+                    request_deserializer=weightsync_dot_v1_dot_attach__pb2.WriteInPlaceRequest.FromString,
+                    response_serializer=weightsync_dot_v1_dot_attach__pb2.WriteInPlaceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +115,33 @@ class AttachService:
             '/weightsync.v1.AttachService/Attach',
             weightsync_dot_v1_dot_attach__pb2.AttachRequest.SerializeToString,
             weightsync_dot_v1_dot_attach__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteInPlace(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/weightsync.v1.AttachService/WriteInPlace',
+            weightsync_dot_v1_dot_attach__pb2.WriteInPlaceRequest.SerializeToString,
+            weightsync_dot_v1_dot_attach__pb2.WriteInPlaceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,14 @@ class AttachServiceStub:
     FAILED_PRECONDITION, as for a model whose live parameters are no plain copies of its
     checkpoint, with what stands in the way.
     """
+    WriteInPlace: _grpc.StreamStreamMultiCallable[_attach_pb2.WriteInPlaceRequest, _attach_pb2.WriteInPlaceResponse]
+    """One transaction: from Begun to its last answer the engine stands still and its parameters may be
+    written by who has them. Commit makes a version live that was pushed since and that every rank
+    proves to hold; the call ends with Committed. However else it ends (Abort, the end of the
+    stream, a lease that ran out, a rank that holds something else) the version before is put back,
+    proved and served, or the engine is fenced: then the call fails with APPLY_RESTORED or
+    ENGINE_FENCED. Of a version that is not live any more: VERSION_CONFLICT, and nothing is paused.
+    """
 
 @_typing.type_check_only
 class AttachServiceAsyncStub(AttachServiceStub):
@@ -50,6 +58,14 @@ class AttachServiceAsyncStub(AttachServiceStub):
     over a unix socket, by the user of the server alone. Elsewhere than on the server's host:
     FAILED_PRECONDITION, as for a model whose live parameters are no plain copies of its
     checkpoint, with what stands in the way.
+    """
+    WriteInPlace: _aio.StreamStreamMultiCallable[_attach_pb2.WriteInPlaceRequest, _attach_pb2.WriteInPlaceResponse]  # type: ignore[assignment]
+    """One transaction: from Begun to its last answer the engine stands still and its parameters may be
+    written by who has them. Commit makes a version live that was pushed since and that every rank
+    proves to hold; the call ends with Committed. However else it ends (Abort, the end of the
+    stream, a lease that ran out, a rank that holds something else) the version before is put back,
+    proved and served, or the engine is fenced: then the call fails with APPLY_RESTORED or
+    ENGINE_FENCED. Of a version that is not live any more: VERSION_CONFLICT, and nothing is paused.
     """
 
 class AttachServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -65,6 +81,20 @@ class AttachServiceServicer(metaclass=_abc_1.ABCMeta):
         over a unix socket, by the user of the server alone. Elsewhere than on the server's host:
         FAILED_PRECONDITION, as for a model whose live parameters are no plain copies of its
         checkpoint, with what stands in the way.
+        """
+
+    @_abc_1.abstractmethod
+    def WriteInPlace(
+        self,
+        request_iterator: _MaybeAsyncIterator[_attach_pb2.WriteInPlaceRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_attach_pb2.WriteInPlaceResponse], _abc.AsyncIterator[_attach_pb2.WriteInPlaceResponse]]:
+        """One transaction: from Begun to its last answer the engine stands still and its parameters may be
+        written by who has them. Commit makes a version live that was pushed since and that every rank
+        proves to hold; the call ends with Committed. However else it ends (Abort, the end of the
+        stream, a lease that ran out, a rank that holds something else) the version before is put back,
+        proved and served, or the engine is fenced: then the call fails with APPLY_RESTORED or
+        ENGINE_FENCED. Of a version that is not live any more: VERSION_CONFLICT, and nothing is paused.
         """
 
 def add_AttachServiceServicer_to_server(servicer: AttachServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -23,6 +23,7 @@ METHODS: Mapping[str, str] = {
     "weightsync_state": "state",
     "weightsync_release": "release",
     "weightsync_attach": "attach",
+    "weightsync_unprove": "unprove",
     "weightsync_update": "update",
 }
 

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from weightsync_client.attach.attached import Attached, AttachedBox, attach
+from weightsync_client.attach.in_place import InPlaceTransaction, Writing
 
-__all__ = ["Attached", "AttachedBox", "attach"]
+__all__ = ["Attached", "AttachedBox", "InPlaceTransaction", "Writing", "attach"]

@@ -6,15 +6,17 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 
 from weightsync.errors import Reason
 from weightsync.shm.attach_client import AttachClient
+from weightsync_client.attach.in_place import InPlaceTransaction, Writing
 from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
+from weightsync_client.options import PauseChoices, check_options
 
 __all__ = ["Attached", "AttachedBox", "attach"]
 
@@ -40,8 +42,8 @@ class Attached(Mapping[str, torch.Tensor]):
     the engine computes with from that moment on. With tensor parallelism most tensors are in parts,
     and some are in several places: `boxes` has all of them, and `read` and `write` see to it.
 
-    Whoever writes while the engine generates, or outside a transaction, breaks what the service
-    promises: the server finds it, places the version again, and `check` says so.
+    Whoever writes outside a `transaction` breaks what the service promises: the server finds it,
+    places the version again, and `check` says so.
 
     Attributes:
         engine: Name of the engine.
@@ -52,8 +54,9 @@ class Attached(Mapping[str, torch.Tensor]):
         boxes: Every part, by the name of its tensor.
     """
 
-    def __init__(self, engine: str, client: AttachClient) -> None:
+    def __init__(self, engine: str, client: AttachClient, writing: Writing) -> None:
         self.engine = engine
+        self._writing = writing
         self.version = client.version
         self.content_digest = client.content_digest
         self._client = client
@@ -126,6 +129,24 @@ class Attached(Mapping[str, torch.Tensor]):
             for part in self.boxes[name]:
                 part.view.copy_(_part(tensor, part))
 
+    def transaction(
+        self, *, lease_s: float = 60.0, **pause: Unpack[PauseChoices]
+    ) -> InPlaceTransaction:
+        """Have the engine stand still while this is written; see `InPlaceTransaction`.
+
+        `version` and `content_digest` follow what comes of it.
+
+        Args:
+            lease_s: How long this process may be silent while it writes, seconds; then the version
+                before is put back. `renew` gives all of it again.
+            **pause: See `PauseChoices`; not "between_steps".
+
+        Raises:
+            TypeError: There is no such option.
+        """
+        check_options("transaction", pause, PauseChoices)
+        return InPlaceTransaction(self._writing, self, lease_s, pause)
+
     def load_into(self, model: torch.nn.Module) -> None:
         """Give a model the live parameters as its own, so that ordinary training code runs on them.
 
@@ -168,13 +189,14 @@ class Attached(Mapping[str, torch.Tensor]):
         self.close()
 
 
-def attach(engine: str, socket: str, secret: str) -> Attached:
+def attach(engine: str, socket: str, secret: str, writing: Writing) -> Attached:
     """Return the live parameters that a secret opens.
 
     Args:
         engine: Name of the engine.
         socket: Path at which the server hands them over.
         secret: From Attach.
+        writing: How transactions on them are begun.
 
     Raises:
         ClientError: With the reason and the remedy.
@@ -190,7 +212,7 @@ def attach(engine: str, socket: str, secret: str) -> Attached:
         ) from error
     except OSError as error:
         raise _gone(error) from error
-    return Attached(engine, client)
+    return Attached(engine, client, writing)
 
 
 def _part(whole: torch.Tensor, part: AttachedBox) -> torch.Tensor:

@@ -36,6 +36,7 @@ __all__ = [
     "acquire_epoch",
     "apply_version",
     "attach",
+    "begin_in_place",
     "begin_push",
     "commit_push",
     "delete_version",
@@ -142,6 +143,19 @@ def attach(model: str, engine: str, timeouts: Timeouts) -> Call[attach_pb2.Attac
     """Ask for what opens an engine's live parameters."""
     request = attach_pb2.AttachRequest(model=model, engine=text("engine", engine))
     return Call("Attach", request, timeouts.begin_s, _ident, attach_pb2_grpc.AttachServiceStub)
+
+
+def begin_in_place(
+    model: str, engine: str, version: int, lease_s: float, pause: PauseChoices
+) -> attach_pb2.BeginInPlace:
+    """Return the first message of a transaction."""
+    return attach_pb2.BeginInPlace(
+        model=model,
+        engine=text("engine", engine),
+        base_version=whole_number("version", version),
+        pause=pause_options(pause),
+        lease=_duration("lease_s", lease_s),
+    )
 
 
 def made_key(key: str | None) -> str:

@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import attach_pb2_grpc
+from weightsync_server.attach.in_place_call import read_order
 
 if TYPE_CHECKING:
     import grpc
 
     from weightsync.v1 import attach_pb2 as pb
     from weightsync_server.attach.attachments import Attachments
+    from weightsync_server.attach.in_place_call import InPlaceCalls
 
 __all__ = ["AttachServicer", "add_attach_service"]
 
 
 class AttachServicer(attach_pb2_grpc.AttachServiceServicer):
-    """Lets trainers attach.
+    """Lets trainers attach, and write.
 
     Args:
         model: Name of the model.
         attachments: Those there are.
+        transactions: Runs them.
     """
 
-    def __init__(self, model: str, attachments: Attachments) -> None:
+    def __init__(self, model: str, attachments: Attachments, transactions: InPlaceCalls) -> None:
         self._model = model
         self._attachments = attachments
+        self._transactions = transactions
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> Any:
         """Have the ranks hand out their memory."""
-        if request.model != self._model:
+        self._check_model(request.model)
+        return await self._attachments.offer(request.engine, context.peer())
+
+    async def WriteInPlace(self, request_iterator: Any, context: Any) -> Any:
+        """Let a trainer write it."""
+        del context
+        steps = aiter(request_iterator)
+        first = await anext(steps, None)
+        if first is None or first.WhichOneof("step") != "begin":
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, "the first message of a transaction must be begin"
+            )
+        self._check_model(first.begin.model)
+        applier = self._attachments.engine(first.begin.engine)
+        order = read_order(first.begin)
+        async with contextlib.aclosing(self._transactions.run(applier, order, steps)) as answers:
+            async for answer in answers:
+                yield answer
+
+    def _check_model(self, model: str) -> None:
+        if model != self._model:
             raise WeightSyncError(
                 Reason.MODEL_UNKNOWN,
-                f"model {request.model!r} is not configured; this server has {self._model!r}",
+                f"model {model!r} is not configured; this server has {self._model!r}",
             )
-        return await self._attachments.offer(request.engine, context.peer())
 
 
 def add_attach_service(servicer: AttachServicer, server: grpc.aio.Server) -> None:

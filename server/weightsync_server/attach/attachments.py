@@ -161,7 +161,7 @@ class Attachments:
                 "memory is handed out on the engine's host alone; run the trainer there and "
                 "connect by a unix socket, or push versions from elsewhere",
             )
-        applier = self._one(engine)
+        applier = self.engine(engine)
         supervisor = applier.supervisor
         async with supervisor.exclusive(proof_s=0.0) as session:
             live = live_version(session)
@@ -173,6 +173,20 @@ class Attachments:
         self._offers[secret] = attachment
         self._loop.call_later(OFFER_S, self._offers.pop, secret, None)
         return pb.AttachResponse(socket=str(self._socket), secret=secret, engine=applier.name)
+
+    def engine(self, name: str) -> EngineApplier:
+        """Return an engine by its name; "": the only one.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID: there are several, or none of this name.
+        """
+        found = self._engines.named(name)
+        if len(found) > 1:
+            names = ", ".join(applier.name for applier in found)
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"this host has several engines; name one of {names}"
+            )
+        return found[0]
 
     async def redeem(self, secret: str, peer: PeerCredentials) -> tuple[Attachment, HandedOut]:
         """Return what a secret opens; it opens nothing any more.
@@ -196,15 +210,6 @@ class Attachments:
         self._open.discard(attachment)
         attachment.end()
         logger.info("process %d has left engine %s", peer.pid, attachment.engine)
-
-    def _one(self, name: str) -> EngineApplier:
-        found = self._engines.named(name)
-        if len(found) > 1:
-            names = ", ".join(applier.name for applier in found)
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID, f"this host has several engines; name one of {names}"
-            )
-        return found[0]
 
     def _close(self) -> None:
         for attachment in (*self._offers.values(), *self._open):

@@ -23,7 +23,7 @@ class Role(enum.StrEnum):
         FOLLOW: Learn of versions and fetch their bytes, as a server on another host does.
         MEMBER: What servers of one engine or fleet ask of each other to prepare and decide.
         FLEET: What APPLY may, for the whole fleet too.
-        TRAIN: Have the live parameters of an engine on this host, and write them.
+        TRAIN: Have the live parameters of an engine on this host, write them, and push versions.
         ADMIN: All of that; also delete, pin, and accept a rejected version again.
     """
 
@@ -79,6 +79,8 @@ class Rule:
 
 _PUSH, _READ, _ADMIN = (frozenset({role}) for role in (Role.PUSH, Role.READ, Role.ADMIN))
 _TRAIN = frozenset({Role.TRAIN})
+#: Who writes live parameters pushes what they are.
+_PUSHING = _PUSH | _TRAIN
 _APPLY = frozenset({Role.APPLY, Role.FLEET})
 #: What trainers and controllers need to know as well: names, numbers and states, no bytes.
 _ANY = _PUSH | _APPLY | _READ | _TRAIN
@@ -95,11 +97,11 @@ PUSH_WEIGHTS = f"{_OURS}/PushWeights"
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         f"{_OURS}/AcquireEpoch": Rule(_PUSH, changes=True),
-        f"{_OURS}/BeginPush": Rule(_PUSH, changes=True),
-        PUSH_WEIGHTS: Rule(_PUSH, changes=True),
-        f"{_OURS}/CommitPush": Rule(_PUSH, changes=True),
-        f"{_OURS}/AbortPush": Rule(_PUSH, changes=True),
-        f"{_OURS}/GetPush": Rule(_PUSH | _READ),
+        f"{_OURS}/BeginPush": Rule(_PUSHING, changes=True),
+        PUSH_WEIGHTS: Rule(_PUSHING, changes=True),
+        f"{_OURS}/CommitPush": Rule(_PUSHING, changes=True),
+        f"{_OURS}/AbortPush": Rule(_PUSHING, changes=True),
+        f"{_OURS}/GetPush": Rule(_PUSHING | _READ),
         f"{_OURS}/ApplyVersion": Rule(_APPLY, changes=True, reserved=(_CLEARING, _FLEET)),
         f"{_OURS}/Rollback": Rule(_APPLY, changes=True, reserved=(_FLEET,)),
         f"{_OURS}/VerifyVersion": Rule(_APPLY | _READ),
@@ -112,6 +114,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_OURS}/PinVersion": Rule(_ADMIN, changes=True),
         f"{_OURS}/DeleteVersion": Rule(_ADMIN, changes=True),
         "/weightsync.v1.AttachService/Attach": Rule(_TRAIN, changes=True),
+        "/weightsync.v1.AttachService/WriteInPlace": Rule(_TRAIN, changes=True),
         "/weightsync.node.v1.NodeService/Join": Rule(_MEMBER, changes=True),
         "/weightsync.node.v1.NodeService/ReadStaged": Rule(_MEMBER),
         # There only where the process was started with failpoints, and for this host only.

@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.engine.rank_loads import RankLoads
 from weightsync_server.engine.rank_pages import RankPages
 from weightsync_server.engine.refusals import refusal
 from weightsync_server.engine.worker_reports import (
-    RankLoad,
     RankState,
     read_commit,
     read_common,
-    read_load,
     read_names,
     read_report,
     shards_read,
@@ -65,6 +65,10 @@ class Ranks:
         names: `dp/pp/tp` of each rank, in the order of replies.
         segments: Publishes the status pages.
         nodes: Stage for the ranks that are not on this host; None: all are.
+
+    Attributes:
+        names: As given.
+        loads: What they load beside generation.
     """
 
     def __init__(
@@ -80,9 +84,7 @@ class Ranks:
         self._segments = segments
         self._nodes = nodes
         self._changes = nodes.changes if nodes is not None else 0
-        # Of what is loaded, which may take longer than what else a rank does meanwhile; None: no
-        # version was loaded yet.
-        self._load_pages: RankPages | None = None
+        self.loads = RankLoads(self.names, segments, partial(self._done, remedy=_STUCK))
         self._outstanding: asyncio.Task[Any] | None = None
         self._asking = ""
 
@@ -99,8 +101,7 @@ class Ranks:
     def close(self) -> None:
         """Withdraw the pages."""
         self._pages.close()
-        if self._load_pages is not None:
-            self._load_pages.close()
+        self.loads.close()
 
     async def states(self, timeout_s: float) -> list[RankState]:
         """Ask what every rank holds."""
@@ -228,6 +229,16 @@ class Ranks:
         args = {"apply_id": apply_id, "page": self._page(), "gives_way": True, "offer": offer}
         return await self._report("weightsync_attach", args, timeout_s)
 
+    async def unprove(self, timeout_s: float) -> None:
+        """Have every rank take what is live for nothing proved: somebody else writes it now.
+
+        The engine must be paused.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY: a rank did not, with its reason.
+        """
+        await self._done("weightsync_unprove", {}, timeout_s)
+
     async def start_prefetch(self, apply_id: str, document: str) -> None:
         """Let every rank read shards of a version as they come; what they are asked next ends it.
 
@@ -292,28 +303,6 @@ class Ranks:
                 return None
             mapped.update(map(str, reply["mapped"]))
         return frozenset(mapped)
-
-    async def start_load(self, group: str, document: str) -> str:
-        """Let every rank load a version beside generation; returns the ticket for `loading`.
-
-        Args:
-            group: Names the loaders of this engine, which start and end together.
-            document: Segment that tells where the version lies.
-        """
-        ticket = secrets.token_hex(8)
-        if self._load_pages is None:
-            self._load_pages = RankPages(self.names, self._segments)
-        args = {"group": group, "document": document, "page": self._load_pages.name}
-        args |= {"apply_id": f"load-{ticket}", "ticket": ticket}
-        await self._done("weightsync_load", args, QUICK_S, _STUCK)
-        return ticket
-
-    def loading(self, ticket: str) -> list[RankLoad]:
-        """Return how far every rank is with a load, or what it ended with."""
-        if self._load_pages is None:
-            return [RankLoad(rank) for rank in self.names]
-        pages = zip(self.names, self._load_pages.read(), strict=True)
-        return [read_load(rank, ticket, page) for rank, page in pages]
 
     async def _report(
         self,

@@ -158,7 +158,7 @@ class LoadScheduler:
         """Return how far every rank is with what it loads, or has loaded last."""
         if not self.running or self._load is None or not self._load.ticket:
             return self._last
-        now, before = self._ranks.loading(self._load.ticket), {x.rank: x for x in self._last}
+        now, before = self._ranks.loads.read(self._load.ticket), {x.rank: x for x in self._last}
         # What a rank does not tell before its load has ended is as it was.
         return [_known(load, before.get(load.rank, load)) for load in now]
 
@@ -304,13 +304,13 @@ class LoadScheduler:
 
     async def _started(self, document: str) -> str:
         try:
-            return await self._ranks.start_load(self._group.meet(), document)
+            return await self._ranks.loads.start(self._group.meet(), document)
         except WeightSyncError as error:
             if error.reason is not Reason.ENGINE_AWAY:
                 raise
             # VLLM may have slept unseen, and with it the group has ended.
             self._group.part()
-            return await self._ranks.start_load(self._group.meet(), document)
+            return await self._ranks.loads.start(self._group.meet(), document)
 
     async def _ended(self, ticket: str) -> None:
         looked = clock.monotonic()
@@ -320,7 +320,7 @@ class LoadScheduler:
                 looked = clock.monotonic()
                 if await self._look() is Presence.LEFT:
                     raise WeightSyncError(Reason.ENGINE_AWAY, "vLLM left in the middle of a load")
-            loads = self._ranks.loading(ticket)
+            loads = self._ranks.loads.read(ticket)
             failed = next((x.report for x in loads if x.report and x.report.phase != "ready"), None)
             if failed is not None:
                 why = refusal(

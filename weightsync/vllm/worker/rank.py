@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from weightsync.vllm.plan.plan_cache import PlanCache
 from weightsync.vllm.plan.view_cache import ViewCache
 from weightsync.vllm.twin.loader_process import LoaderError
 from weightsync.vllm.worker.background import Background
+from weightsync.vllm.worker.live_content import LiveContent
 from weightsync.vllm.worker.live_memory import hand_out
 from weightsync.vllm.worker.plan_transform import PlanTransform
 from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError, refused
@@ -39,22 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Rank"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _LiveState:
-    """What the live parameters were last proved to hold."""
-
-    apply_id: str = ""
-    content_digest: str = ""
-    dirty: bool = False
-    #: Rises before and after every write, so that a comparison notices one that ran meanwhile.
-    writes: int = 0
-
-    @property
-    def proved(self) -> str:
-        """Content digest of what they hold whole; "" if unknown or half written."""
-        return "" if self.dirty else self.content_digest
 
 
 class Rank:
@@ -99,7 +83,7 @@ class Rank:
         self._make_twin = make_twin
         self._twin: TwinTransform | None = None
         self._prepared: dict[str, Prepared] = {}
-        self._live_state = _LiveState()
+        self._live = LiveContent()
         self._background = Background(name, self._socket, ops.enter_background, self._drop)
         self._loads = Background(name, self._socket, yield_cores, _nothing)
 
@@ -116,7 +100,7 @@ class Rank:
         counts as busy until it has, and a loader lets go of all that it has taken.
         """
         failpoints.hit("worker.state")
-        live = self._live_state
+        live = self._live
         return {
             "apply_id": live.apply_id,
             "content_digest": live.proved,
@@ -239,7 +223,7 @@ class Rank:
         target = self._known(apply_id)
         failpoints.hit("worker.commit")
         self._end_staging()
-        live, sent = self._live_state, self._ops.sent
+        live, sent = self._live, self._ops.sent
         writer = self._transform.writer(target, live.proved)
         live.apply_id, live.content_digest, live.dirty = apply_id, "", True
         begin = time.perf_counter()
@@ -277,7 +261,7 @@ class Rank:
     @property
     def proved(self) -> str:
         """Content digest of what the live parameters hold whole; "" if unknown or half written."""
-        return self._live_state.proved
+        return self._live.proved
 
     def holds(self, apply_id: str) -> bool:
         """Whether the live parameters are proved to hold that prepared version."""
@@ -303,6 +287,13 @@ class Rank:
 
         self._background.start(args, work)
         return {}
+
+    def unprove(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Take what is live for nothing proved: somebody else writes it from now on."""
+        failpoints.hit("worker.unprove")
+        self._end_staging()
+        self._live.unprove()
+        return self.state(args)
 
     def release(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Forget prepared versions that are not kept.
@@ -382,11 +373,11 @@ class Rank:
         proved: dict[str, Any] = {"proved": None}
         if args.get("compare_live"):
             # A version without a draft is also live where another one is, which has a draft.
-            same = self._live_state.proved in ("", target.content_digest)
+            same = self._live.proved in ("", target.content_digest)
             claim = same and not args.get("proof_only")
             proved = self._compare(target, job.cancelled.is_set, claim=claim)
         self._prepared[job.apply_id] = target
-        writer = self._transform.writer(target, self._live_state.proved)
+        writer = self._transform.writer(target, self._live.proved)
         about: dict[str, Any] = {"bytes": writer.nbytes, "patched": writer.patched}
         about |= {"transform": self._transform.name}
         return {"phase": "ready", **about, **self._ops.memory_stats(), **report, **proved}
@@ -395,13 +386,13 @@ class Rank:
         failpoints.hit("worker.ahead")
         if self._twin is None:
             document = str(args["document"])
-            self._plan.prefetch(job, self._socket(args), document, self._live_state.proved)
+            self._plan.prefetch(job, self._socket(args), document, self._live.proved)
         return {"phase": "ready"}
 
     def _base(self, apply_id: str) -> Prepared | None:
         """Return what a patch may be based on: what the live parameters are proved to hold."""
         base = self._prepared.get(apply_id)
-        if base is None or base.content_digest != self._live_state.proved:
+        if base is None or base.content_digest != self._live.proved:
             return None
         return base
 
@@ -414,9 +405,9 @@ class Rank:
         self, target: Prepared, stop: Callable[[], bool], *, claim: bool = True
     ) -> dict[str, Any]:
         failpoints.hit("worker.verify")
-        writes = self._live_state.writes
+        writes = self._live.writes
         wrong = self._transform.compare(target, stop)
-        live = self._live_state
+        live = self._live
         if live.writes != writes or writes % 2:
             msg = "the parameters were written while they were compared; compare again"
             raise RefusedCallError(msg)

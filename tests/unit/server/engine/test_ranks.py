@@ -348,7 +348,7 @@ async def test_nothing_is_unmapped_before_every_rank_tells_so(
 async def test_loads_are_told_on_pages_of_their_own(
     ranks: Ranks, workers: Workers, server: SegmentServer
 ) -> None:
-    ticket = await ranks.start_load("a" * 32, "document")
+    ticket = await ranks.loads.start("a" * 32, "document")
     method, args = workers.calls[-1]
     assert (method, args["group"], args["document"]) == ("weightsync_load", "a" * 32, "document")
     assert args["ticket"] == ticket
@@ -356,17 +356,17 @@ async def test_loads_are_told_on_pages_of_their_own(
     await ranks.start_check("id")
     assert workers.calls[-1][1]["page"] != args["page"], "a check would write over a load's end"
     pages[0].write({"ticket": ticket, "phase": "running", "load": "loading", "percent": 7})
-    first, second = ranks.loading(ticket)
+    first, second = ranks.loads.read(ticket)
     assert (first.rank, first.phase, first.percent, first.report) == (NAMES[0], "loading", 7, None)
     assert (second.rank, second.phase, second.percent) == (NAMES[1], "starting", 0)
     end = {"ticket": ticket, "phase": "ready", "held": ["c", "d"], "held_before": True}
     pages[1].write(end | {"load_s": 2.5, "arena_bytes": 9, "loader_restarts": 3})
-    second = ranks.loading(ticket)[1]
+    second = ranks.loads.read(ticket)[1]
     assert second.report is not None
     assert (second.phase, second.cached, second.holds) == ("ready", True, frozenset("cd"))
     assert (second.seconds, second.arena_bytes, second.restarts) == (2.5, 9, 3)
     pages[1].write(end | {"ticket": "of before"})
-    assert ranks.loading(ticket)[1].report is None, "another load's end"
+    assert ranks.loads.read(ticket)[1].report is None, "another load's end"
     for page in pages:
         page.close()
 
@@ -374,7 +374,7 @@ async def test_loads_are_told_on_pages_of_their_own(
 async def test_a_rank_that_begins_no_load_is_told(ranks: Ranks, workers: Workers) -> None:
     workers.replies = [{"ok": True}, {"ok": False, "error": "it has no loader", "refused": True}]
     with pytest.raises(WeightSyncError, match="rank 0/0/1 refused: it has no loader") as caught:
-        await ranks.start_load("a" * 32, "document")
+        await ranks.loads.start("a" * 32, "document")
     assert caught.value.reason is Reason.ENGINE_REFUSED
 
 
@@ -402,7 +402,7 @@ async def test_close_withdraws_the_pages(workers: Workers, server: SegmentServer
     ranks = Ranks(workers, NAMES, server)  # type: ignore[arg-type]
     assert len(server._published) == len(NAMES)
     workers.replies = [{"ok": True}, {"ok": True}]
-    await ranks.start_load("group", "document")
+    await ranks.loads.start("group", "document")
     # One for what a rank does, and one for what it loads meanwhile.
     assert len(server._published) == 2 * len(NAMES)
     ranks.close()

@@ -1,0 +1,174 @@
+"""A transaction of a trainer that writes an engine's live parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+
+from weightsync.errors import Reason
+from weightsync.v1 import attach_pb2 as pb
+from weightsync.v1 import attach_pb2_grpc
+from weightsync_client.errors import ClientError, from_rpc, refuse
+from weightsync_client.rpc import calls, convert
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightsync_client import types
+    from weightsync_client.attach.attached import Attached
+    from weightsync_client.options import PauseChoices
+    from weightsync_client.rpc.channels import Link
+
+__all__ = ["InPlaceTransaction", "Writing"]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a client begins transactions.
+
+    Attributes:
+        model: Name of the model.
+        link: To the server.
+        channel: Its channel.
+        push: Pushes a version, by name of the tensor, and returns its number.
+    """
+
+    model: str
+    link: Link
+    channel: grpc.Channel
+    push: Callable[[dict[str, torch.Tensor]], int]
+
+    def open(self, steps: Iterator[pb.WriteInPlaceRequest]) -> Any:
+        """Open WriteInPlace with these messages."""
+        stub = attach_pb2_grpc.AttachServiceStub(self.channel)
+        return stub.WriteInPlace(steps, metadata=self.link.metadata)
+
+
+class InPlaceTransaction:
+    """Between `with` and its end the engine stands still, and what is live may be written.
+
+    At the end what was written is pushed, as a version like any other, and is live once every rank
+    is proved to hold it. Where the block raises, or anything else goes wrong, the version before is
+    put back, proved and served; so it is when this process dies.
+
+    Args:
+        writing: How it is begun.
+        attached: What is written.
+        lease_s: How long this may be silent, seconds.
+        pause: How the engine pauses.
+
+    Attributes:
+        id: Names it, in the server's log and status; "": it has not begun.
+        report: As of an apply, once it has ended well.
+    """
+
+    def __init__(
+        self, writing: Writing, attached: Attached, lease_s: float, pause: PauseChoices
+    ) -> None:
+        version = attached.version
+        self._begin = calls.begin_in_place(writing.model, attached.engine, version, lease_s, pause)
+        self._writing, self._attached, self._lease_s = writing, attached, lease_s
+        self._steps: queue.SimpleQueue[pb.WriteInPlaceRequest | None] = queue.SimpleQueue()
+        self._call: Any = None
+        self.id = ""
+        self.report: types.ApplyReport | None = None
+
+    def __enter__(self) -> Self:
+        """Have the engine stand still.
+
+        Raises:
+            ClientError: Nothing was paused, with the reason.
+        """
+        if self._call is not None:
+            raise refuse(Reason.REQUEST_INVALID, "this transaction was used; make a new one")
+        self._steps.put(pb.WriteInPlaceRequest(begin=self._begin))
+        self._call = self._writing.open(iter(self._steps.get, None))
+        try:
+            self.id = self._answer().begun.transaction_id
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def renew(self) -> None:
+        """Say that this trainer is at work still: it has its whole lease again."""
+        self._steps.put(pb.WriteInPlaceRequest(renew=pb.RenewInPlace()))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Push what was written and make it live; after an error have it taken back.
+
+        Raises:
+            ClientError: APPLY_RESTORED: the version before is served again; ENGINE_FENCED.
+        """
+        try:
+            if error is not None:
+                self._take_back()
+                return
+            try:
+                with self._renewed():
+                    version = self._writing.push(self._content())
+            except BaseException:
+                self._take_back()
+                raise
+            self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace(version=version)))
+            self.report = convert.to_report(self._answer().committed.report)
+            self._attached.version = self.report.version
+            self._attached.content_digest = self.report.content_digest
+        finally:
+            self._end()
+
+    def _content(self) -> dict[str, torch.Tensor]:
+        """Return every tensor whole; a view where it lies so."""
+        whole = self._attached
+        return {name: whole[name] if name in whole else whole.read(name) for name in whole.boxes}
+
+    def _take_back(self) -> None:
+        self._steps.put(pb.WriteInPlaceRequest(abort=pb.AbortInPlace()))
+        # That it was put back is what was asked for.
+        with contextlib.suppress(ClientError):
+            self._answer()
+
+    @contextlib.contextmanager
+    def _renewed(self) -> Iterator[None]:
+        """Renew the lease for as long as the block lasts."""
+        over = threading.Event()
+
+        def renew() -> None:
+            while not over.wait(self._lease_s / 3):
+                self.renew()
+
+        thread = threading.Thread(target=renew, name="in place lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _answer(self) -> pb.WriteInPlaceResponse:
+        try:
+            answer: pb.WriteInPlaceResponse = next(self._call)
+        except grpc.RpcError as error:
+            raise from_rpc(
+                error, method="WriteInPlace", address=self._writing.link.address
+            ) from None
+        except StopIteration:
+            raise refuse(Reason.FAULT, "the server has ended the transaction unasked") from None
+        return answer
+
+    def _end(self) -> None:
+        self._steps.put(None)
+        if self._call is not None:
+            self._call.cancel()

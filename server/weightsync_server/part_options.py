@@ -1,0 +1,140 @@
+"""What each part of a server is given of its settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import MAX_VERSION
+from weightsync_server.catalog.retention import Retention
+from weightsync_server.deltas import ChainLimits
+from weightsync_server.engine import ApplyLimits
+from weightsync_server.engines import EngineOptions
+from weightsync_server.fleet_host.fleet_service import FleetOptions
+from weightsync_server.follow.start import FollowOptions
+from weightsync_server.model import ModelLimits
+from weightsync_server.push import PushLimits
+from weightsync_server.register.etcd_tls import EtcdTls
+from weightsync_server.rpc.rate_limits import CallLimits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from weightsync_server.settings import Settings
+
+__all__ = [
+    "apply_limits",
+    "attach_socket",
+    "call_limits",
+    "engine_options",
+    "fleet_options",
+    "follow_options",
+    "model_limits",
+    "push_limits",
+]
+
+#: The engine's checkpoint is the first version, whatever is pushed before the engine is up.
+CHECKPOINT_VERSION = 1
+
+
+def push_limits(settings: Settings) -> PushLimits:
+    """Return how much pushes may take."""
+    return PushLimits(
+        max_pushes=settings.max_pushes,
+        # An origin has decided already which number its version gets.
+        max_version_jump=settings.max_version_jump if not settings.follow else MAX_VERSION,
+        stream_idle_timeout_s=settings.push_idle_timeout_s,
+        resume_timeout_s=settings.push_resume_timeout_s,
+        writer_timeout_s=settings.push_writer_timeout_s,
+    )
+
+
+def model_limits(settings: Settings) -> ModelLimits:
+    """Return how much a model may take."""
+    return ModelLimits(
+        slots=settings.slots,
+        retention=Retention(settings.retain_versions, settings.retain_bytes),
+        chains=ChainLimits(settings.delta_chain_length, settings.delta_chain_share),
+        disk_floor_bytes=settings.disk_floor_bytes,
+        reserved_version=CHECKPOINT_VERSION,
+    )
+
+
+def follow_options(settings: Settings) -> FollowOptions:
+    """Return what is followed, and how."""
+    return FollowOptions(
+        settings.follow,
+        settings.follow_interval_s,
+        settings.follow_ca,
+        settings.follow_cert,
+        settings.follow_key,
+        settings.follow_token_file,
+        settings.slots,
+        settings.disk_floor_bytes,
+        settings.follow_cache,
+    )
+
+
+def fleet_options(settings: Settings) -> FleetOptions | None:
+    """Return of which fleet this server is a member; None: of none.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID; it has no engines.
+    """
+    if not settings.fleet:
+        return None
+    if settings.engine_names == ["none"]:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "a member of a fleet has engines, and --engine is none; name them, or leave out "
+            "--fleet and --fleet-register",
+        )
+    files = settings.fleet_ca, settings.fleet_cert, settings.fleet_key
+    return FleetOptions(
+        settings.fleet,
+        settings.fleet_register,
+        EtcdTls(*files) if any(files) else None,
+        settings.fleet_member,
+        settings.fleet_limits,
+        settings.max_unavailable,
+        settings.state_dir / "fleet.json",
+        bool(settings.follow),
+    )
+
+
+def apply_limits(settings: Settings) -> ApplyLimits:
+    """Return how long applies may take."""
+    return ApplyLimits(
+        prepare_timeout_s=settings.prepare_timeout_s,
+        commit_timeout_s=settings.commit_timeout_s,
+        pause_lease_s=settings.pause_lease_s,
+        read_ahead=settings.read_ahead,
+    )
+
+
+def attach_socket(settings: Settings) -> Path:
+    """Return the path at which trainers get live parameters."""
+    return settings.segment_socket.with_name("attach.sock")
+
+
+def engine_options(settings: Settings, engine_args: tuple[str, ...]) -> EngineOptions:
+    """Return which engines there are, and what is given to one that this process hosts."""
+    own = [settings.segment_socket, settings.lending_socket, settings.ingest_socket]
+    return EngineOptions(
+        settings.engine_names,
+        settings.engines,
+        [*own, attach_socket(settings)],
+        settings.model,
+        settings.ranks,
+        engine_args,
+    )
+
+
+def call_limits(settings: Settings) -> CallLimits:
+    """Return how many calls are let in."""
+    return CallLimits(
+        calls_per_s=settings.max_calls_per_s,
+        streams=settings.max_streams,
+        pulls=settings.max_pulls,
+        watches=settings.max_watches,
+    )
