@@ -1,0 +1,313 @@
+"""Transactions of trainers that write an engine's live parameters, and what ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync.errors import Reason
+from weightsync_client import Client, ClientError, InvalidError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from weightsync_client.attach import Attached
+
+pytestmark = pytest.mark.timeout(120)
+
+_START_S = 60.0
+_RANKS = 2
+
+
+def _tensors(seed: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(32.0).reshape(8, 4) + seed, "b": torch.zeros(3) + seed}
+
+
+class _Site:
+    """A server with an engine of two ranks for tests, and a trainer that is attached."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plan = folder / "plan"
+        self.plan.write_text("")
+        save_file(_tensors(1), folder / "model.safetensors")
+        self.address = f"unix:{folder}/train.sock"
+        self.server = WeightSyncServer(
+            folder / "run",
+            folder / "state",
+            flags=[
+                *("--engine", "memory", "--model", f"{folder}/model.safetensors"),
+                *("--ranks", str(_RANKS), "--slots", "3"),
+                f"--listen=unix:{folder}/run/server.sock",
+                f"--listen={self.address}?role=train",
+            ],
+            variables={"WEIGHTSYNC_FAILPOINTS": f"@{self.plan}"},
+        )
+
+    def client(self) -> Client:
+        return Client(self.server.address)
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[Attached]:
+        with Client(self.address) as client, client.attach() as attached:
+            yield attached
+
+    def recover(self) -> int:
+        """Return what is served, proved, when nothing fails any more."""
+        self.plan.write_text("")
+        process = self.server.process
+        assert process is not None
+        if process.poll() is not None:
+            self.server.kill()
+            self.server.start()
+        live = self.server.wait_serving(_START_S).live_version
+        with self.client() as client:
+            assert client.verify().verified
+            assert not any(client.status().invariant_violations.values())
+        return live
+
+
+@pytest.fixture
+def site() -> Iterator[_Site]:
+    with tempfile.TemporaryDirectory(prefix="wsi") as name:
+        site = _Site(Path(name))
+        try:
+            site.server.start()
+            site.server.wait_serving(_START_S)
+            yield site
+        finally:
+            site.server.kill()
+
+
+def _add(attached: Attached, number: float) -> None:
+    for name in attached.boxes:
+        attached.write(name, attached.read(name) + number)
+
+
+def _fail_in(attached: Attached, meanwhile: Callable[[str], None] = print) -> None:
+    with attached.transaction() as transaction:
+        _add(attached, 10)
+        meanwhile(transaction.id)
+        _ = 1 / 0
+
+
+def _until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _refused(
+    attached: Attached, reason: Reason, work: Callable[[], object] = int, **options: Any
+) -> str:
+    """Return why a transaction that writes and does some work did not count."""
+
+    def write() -> None:
+        with attached.transaction(**options):
+            _add(attached, 1)
+            work()
+
+    with pytest.raises(ClientError) as caught:
+        write()
+    assert caught.value.reason is reason
+    return caught.value.message
+
+
+def test_what_was_written_is_a_version_like_any_other(site: _Site) -> None:
+    with site.client() as client, site.attached() as attached:
+        for number in (2, 3):
+            with attached.transaction() as transaction:
+                (model,) = client.status().models
+                assert model.engines[0].apply_id == transaction.id
+                assert model.engine.state == "applying"
+                _add(attached, 10)
+            assert transaction.report is not None
+            assert attached.version == transaction.report.version == number
+            assert [rank.rank for rank in transaction.report.ranks] == ["0/0/0", "0/0/1"]
+        content = {tensor.name: tensor.torch() for tensor in client.tensors()}
+        for name, first in _tensors(1).items():
+            assert torch.equal(content[name], first + 20)
+        assert client.verify().verified
+        client.rollback()
+        assert torch.equal(attached.read("b"), _tensors(1)["b"] + 10)
+        attached.check()
+    assert site.recover() == 2
+
+
+def test_what_was_written_survives_the_server(site: _Site) -> None:
+    with site.attached() as attached, attached.transaction():
+        _add(attached, 10)
+    site.server.kill()
+    site.server.start()
+    # The engine for tests lives in the server, and starts on its checkpoint.
+    assert site.recover() == 2
+
+
+def test_an_error_in_the_block_takes_it_back(site: _Site) -> None:
+    with site.attached() as attached:
+        with pytest.raises(ZeroDivisionError):
+            _fail_in(attached)
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+        assert attached.version == 1
+        with attached.transaction():
+            _add(attached, 10)
+    assert site.recover() == 2
+
+
+def test_what_was_computed_on_another_version_is_refused(site: _Site) -> None:
+    with site.client() as client, site.attached() as attached:
+        client.apply(client.push(_tensors(5)).version)
+        message = _refused(attached, Reason.VERSION_CONFLICT)
+        assert "version 2 is live" in message
+        assert torch.equal(attached.read("b"), _tensors(5)["b"])
+    assert site.recover() == 2
+
+
+def test_an_apply_waits_for_the_end(site: _Site) -> None:
+    with site.client() as client, site.attached() as attached:
+        version = client.push(_tensors(5)).version
+        applying = threading.Thread(target=client.apply, args=[version])
+
+        def meanwhile(transaction_id: str) -> None:
+            applying.start()
+            time.sleep(0.5)
+            (model,) = client.status().models
+            assert (model.live_version, model.engines[0].apply_id) == (1, transaction_id)
+
+        with pytest.raises(ZeroDivisionError):
+            _fail_in(attached, meanwhile)
+        applying.join()
+        assert torch.equal(attached.read("b"), _tensors(5)["b"])
+    assert site.recover() == version
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lease_s": 0.01}, "lease must be"),
+        ({"lease_s": 1000.0}, "lease must be"),
+        ({"pause": "between_steps"}, "stands still while it is written"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_pauses(
+    site: _Site, options: dict[str, Any], sentence: str
+) -> None:
+    with site.attached() as attached:
+        with pytest.raises(InvalidError, match=sentence), attached.transaction(**options):
+            pytest.fail("it may not be written")
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+    assert site.recover() == 1
+
+
+def test_a_silent_trainer_loses_its_lease(site: _Site) -> None:
+    with site.attached() as attached:
+        message = _refused(
+            attached,
+            Reason.APPLY_RESTORED,
+            lambda: _until(lambda: site.recover() == 1),
+            lease_s=0.5,
+        )
+        assert "silent for 0.5 s" in message
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+    assert site.recover() == 1
+
+
+def test_one_that_says_that_it_works_keeps_it(site: _Site) -> None:
+    with site.attached() as attached, attached.transaction(lease_s=1.0) as transaction:
+        for _ in range(8):
+            time.sleep(0.25)
+            transaction.renew()
+        _add(attached, 10)
+    assert site.recover() == 2
+
+
+@pytest.mark.parametrize("rank", range(_RANKS))
+def test_what_was_written_after_the_push_is_found(
+    site: _Site, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    with site.attached() as attached:
+        push = attached._writing.push
+
+        def lie(content: dict[str, torch.Tensor]) -> int:
+            version = push(content)
+            attached.boxes["b"][rank].view[1] = -1
+            return version
+
+        object.__setattr__(attached._writing, "push", lie)
+        message = _refused(attached, Reason.APPLY_RESTORED)
+        assert f"rank 0/0/{rank} holds something else of b" in message
+        for box in attached.boxes["b"]:
+            assert torch.equal(box.view, _tensors(1)["b"])
+    assert site.recover() == 1
+
+
+def test_a_replica_that_was_not_written_is_found(site: _Site) -> None:
+    with site.attached() as attached:
+        message = _refused(
+            attached, Reason.APPLY_RESTORED, lambda: attached.boxes["w"][0].view.add_(1)
+        )
+        assert "holds something else of w" in message
+    assert site.recover() == 1
+
+
+_TRAINER = """
+import sys, time
+from weightsync_client import Client
+attached = Client(sys.argv[1]).attach()
+with attached.transaction(lease_s=float(sys.argv[2])):
+    for box in attached.boxes["w"]:
+        box.view.fill_(-1)
+    print("written", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=lambda end: end.name)
+def test_a_trainer_that_dies_or_freezes_is_put_back(site: _Site, end: signal.Signals) -> None:
+    lease_s = "60" if end is signal.SIGKILL else "1"
+    command = [sys.executable, "-c", _TRAINER, site.address, lease_s]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"written\n"
+        trainer.send_signal(end)
+        _until(lambda: "version 1 is put back" in site.server.log)
+        assert site.recover() == 1
+        with site.attached() as attached:
+            assert torch.equal(attached.read("w"), _tensors(1)["w"])
+    finally:
+        trainer.kill()
+        trainer.communicate()
+
+
+@pytest.mark.parametrize(
+    ("point", "live"),
+    [
+        ("in_place.begin", {1}),
+        ("in_place.begun", {1}),
+        ("in_place.commit", {1}),
+        ("in_place.restore", {1}),
+    ],
+)
+def test_the_server_fails_at_each_step(site: _Site, point: str, live: set[int]) -> None:
+    site.plan.write_text(f"{point}=1*error(EIO)")
+    with site.attached() as attached:
+        with contextlib.suppress(ClientError), attached.transaction():
+            _add(attached, 10)
+            if point == "in_place.restore":
+                raise ClientError(Reason.FAULT, "as if")
+        assert site.recover() in live
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
