@@ -214,12 +214,8 @@ def test_bad_input_is_refused_and_nothing_pauses(
 
 def test_a_silent_trainer_loses_its_lease(site: _Site) -> None:
     with site.attached() as attached:
-        message = _refused(
-            attached,
-            Reason.APPLY_RESTORED,
-            lambda: _until(lambda: site.recover() == 1),
-            lease_s=0.5,
-        )
+        back = partial(_until, lambda: site.recover() == 1)
+        message = _refused(attached, Reason.APPLY_RESTORED, back, lease_s=0.5)
         assert "silent for 0.5 s" in message
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
     assert site.recover() == 1

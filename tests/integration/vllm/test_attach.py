@@ -21,6 +21,8 @@ from weightsync_client import Client, LiveCheck, RefusedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from weightsync_client.attach import Attached
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.matrix,
@@ -85,6 +87,13 @@ def _passed(client: Client, version: int) -> bool:
     return client.get_version(version).live_check is LiveCheck.PASSED
 
 
+def _fail_in(attached: Attached, content: dict[str, torch.Tensor]) -> None:
+    with attached.transaction():
+        for name, tensor in content.items():
+            attached.write(name, tensor)
+        _ = 1 / 0
+
+
 def test_every_tensor_of_the_checkpoint_is_there(site: _Site) -> None:
     with site.client() as client, client.attach() as attached:
         assert attached.checkpoint == str(site.first)
@@ -135,6 +144,32 @@ def test_what_is_written_is_served_until_it_is_found(site: _Site) -> None:
         assert client.verify().verified
 
 
+def test_what_is_written_in_a_transaction_is_a_version(site: _Site) -> None:
+    with site.client() as client, client.attach() as attached:
+        before = site.vllm.complete(_PROMPT)
+        with attached.transaction():
+            for name, tensor in _content(site.second).items():
+                attached.write(name, tensor)
+        after = site.vllm.complete(_PROMPT)
+        assert after != before
+        assert client.verify().verified
+        for tensor in client.tensors():
+            assert torch.equal(tensor.torch(), attached.read(tensor.name)), tensor.name
+        client.rollback()
+        assert site.vllm.complete(_PROMPT) == before
+
+
+def test_what_is_taken_back_was_never_served(site: _Site) -> None:
+    with site.client() as client, client.attach() as attached:
+        before = site.vllm.complete(_PROMPT)
+        with pytest.raises(ZeroDivisionError):
+            _fail_in(attached, _content(site.second))
+        assert site.vllm.complete(_PROMPT) == before
+        for name, tensor in _content(site.first).items():
+            assert torch.equal(attached.read(name), tensor.float()), name
+        assert client.verify().verified
+
+
 def test_a_model_of_transformers_computes_with_the_engine_s_memory(site: _Site) -> None:
     import transformers
 
@@ -156,3 +191,14 @@ def test_a_model_of_transformers_computes_with_the_engine_s_memory(site: _Site) 
         assert torch.equal(out.logits, fresh(tokens).logits)
         out.loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
+        before = site.vllm.complete(_PROMPT)
+        step = torch.optim.SGD(model.parameters(), lr=0.5)
+        with attached.transaction() as transaction:
+            step.step()
+        assert transaction.report is not None
+        assert site.vllm.complete(_PROMPT) != before
+        held = dict(model.named_parameters())
+        for tensor in client.tensors():
+            assert torch.equal(tensor.torch(), held[tensor.name]), tensor.name
+        client.rollback()
+        assert site.vllm.complete(_PROMPT) == before

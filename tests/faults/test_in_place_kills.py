@@ -1,0 +1,120 @@
+"""The server is killed at each step of a transaction; the engine outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.support.memory_bridge import memory_bridge
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync.testing import MemoryEngine
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import Client, ClientError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(120)
+
+_SIZE = 1 << 16
+
+
+def _weight(seed: int) -> torch.Tensor:
+    return torch.arange(_SIZE, dtype=torch.float32) + seed
+
+
+class _Site:
+    def __init__(self, folder: Path) -> None:
+        self.plan = folder / "plan"
+        self.plan.write_text("")
+        self.server = WeightSyncServer(
+            folder / "run",
+            folder / "state",
+            flags=["--slots", "3"],
+            variables={"WEIGHTSYNC_FAILPOINTS": f"@{self.plan}"},
+        )
+        self.engine: Any = None
+
+    @property
+    def contents(self) -> list[torch.Tensor]:
+        """What each rank holds."""
+        return [
+            torch.frombuffer(bytearray(rank.live["weight"]), dtype=torch.float32)
+            for rank in self.engine.ranks
+        ]
+
+    def recover(self) -> int:
+        self.plan.write_text("")
+        self.server.kill()
+        self.server.start()
+        live = self.server.wait_serving().live_version
+        stub = self.server.stub
+        assert stub.VerifyVersion(pb.VerifyVersionRequest(model="default"), timeout=20).verified
+        status = stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+        assert sum(status.invariant_violations.values()) == 0, self.server.log
+        return live
+
+
+@pytest.fixture
+def site() -> Iterator[_Site]:
+    with tempfile.TemporaryDirectory(prefix="wik") as name:
+        folder = Path(name)
+        (folder / "run").mkdir()
+        site = _Site(folder)
+        checkpoint = {"weight": ("F32", (_SIZE,), _weight(1).numpy().tobytes())}
+        made = partial(MemoryEngine, ranks=2, attachable=True)
+        with memory_bridge(folder / "run", checkpoint, made) as site.engine:
+            try:
+                site.server.start()
+                site.server.wait_serving()
+                yield site
+            finally:
+                site.server.kill()
+
+
+@pytest.mark.parametrize(
+    ("point", "live"),
+    [
+        ("in_place.begin", 1),
+        ("in_place.begun", 1),
+        ("in_place.commit", 1),
+        ("in_place.restore", 1),
+        ("in_place.proved", 2),
+        ("in_place.resume", 2),
+        ("apply.done", 2),
+    ],
+)
+def test_one_whole_version_is_served(site: _Site, point: str, live: int) -> None:
+    site.plan.write_text(f"{point}=1*panic")
+    with Client(site.server.address) as client, client.attach() as attached:
+        with contextlib.suppress(ClientError, ZeroDivisionError), attached.transaction():
+            for box in attached.boxes["weight"]:
+                box.view.add_(10)
+            if point == "in_place.restore":
+                _ = 1 / 0
+        process = site.server.process
+        assert process is not None
+        process.wait(20)
+    assert site.recover() == live
+    for content in site.contents:
+        assert torch.equal(content, _weight(1 if live == 1 else 11))
+
+
+def test_a_server_that_is_killed_while_it_is_written(site: _Site) -> None:
+    with (
+        Client(site.server.address) as client,
+        client.attach() as attached,
+        contextlib.suppress(ClientError),
+        attached.transaction(),
+    ):
+        attached.boxes["weight"][0].view[:100].fill_(-1)
+        site.server.kill()
+    assert site.recover() == 1
+    for content in site.contents:
+        assert torch.equal(content, _weight(1))
