@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import grpc
 
@@ -22,11 +22,26 @@ if TYPE_CHECKING:
     import torch
 
     from weightsync_client import types
-    from weightsync_client.attach.attached import Attached
     from weightsync_client.options import PauseChoices
     from weightsync_client.rpc.channels import Link
 
 __all__ = ["InPlaceTransaction", "Writing"]
+
+
+class Writable(Protocol):
+    """Live parameters of an engine; see `Attached`."""
+
+    engine: str
+    version: int
+    content_digest: str
+    boxes: Mapping[str, Any]
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a copy of a whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,7 @@ class InPlaceTransaction:
     """
 
     def __init__(
-        self, writing: Writing, attached: Attached, lease_s: float, pause: PauseChoices
+        self, writing: Writing, attached: Writable, lease_s: float, pause: PauseChoices
     ) -> None:
         version = attached.version
         self._begin = calls.begin_in_place(writing.model, attached.engine, version, lease_s, pause)

@@ -153,8 +153,8 @@ def test_what_is_written_in_a_transaction_is_a_version(site: _Site) -> None:
         after = site.vllm.complete(_PROMPT)
         assert after != before
         assert client.verify().verified
-        for tensor in client.tensors():
-            assert torch.equal(tensor.torch(), attached.read(tensor.name)), tensor.name
+        for pulled in client.tensors():
+            assert torch.equal(pulled.torch(), attached.read(pulled.name)), pulled.name
         client.rollback()
         assert site.vllm.complete(_PROMPT) == before
 
@@ -197,8 +197,8 @@ def test_a_model_of_transformers_computes_with_the_engine_s_memory(site: _Site) 
             step.step()
         assert transaction.report is not None
         assert site.vllm.complete(_PROMPT) != before
-        held = dict(model.named_parameters())
-        for tensor in client.tensors():
-            assert torch.equal(tensor.torch(), held[tensor.name]), tensor.name
+        trained = dict(model.named_parameters())
+        for pulled in client.tensors():
+            assert torch.equal(pulled.torch(), trained[pulled.name]), pulled.name
         client.rollback()
         assert site.vllm.complete(_PROMPT) == before
