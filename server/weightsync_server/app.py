@@ -34,7 +34,7 @@ from weightsync_server.engine import (
 )
 from weightsync_server.engine.journal import live_in_store
 from weightsync_server.engines import EngineOptions, Engines
-from weightsync_server.fleet_host.fleet_service import FleetOptions, FleetService
+from weightsync_server.fleet_host.fleet_service import FleetOptions, FleetService, watch_needs
 from weightsync_server.follow.start import FollowOptions, start_follower
 from weightsync_server.gauges import track
 from weightsync_server.http_api import HttpApi, InnerCalls
@@ -185,9 +185,12 @@ class App:
         engines = Engines(options, parts, host, journal, announcer.serving)
         await engines.open(settings.segment_socket, stack)
         applier = Applier(engines.set, parts, host)
-        fleet = FleetService.of(_fleet_options(settings), engines.set, parts, host)
-        if fleet is not None:
+        of_fleet, fleet = _fleet_options(settings), None
+        if of_fleet is not None and settings.engine_names == ["none"]:
+            model.collector.needed_elsewhere = watch_needs(of_fleet, stack).contents
+        elif fleet := FleetService.of(of_fleet, engines.set, parts, host):
             stack.push_async_callback(fleet.stop)
+            model.collector.needed_elsewhere = fleet.needs.contents
         processes = Processes(fetchers, ingesters)
         status = StatusSource(model, pushes, engines.set, processes, metrics)
         servicer = WeightSyncServicer(
@@ -214,6 +217,8 @@ class App:
         # Before the engine: what it starts on may be a version of the origin.
         if follower := await start_follower(_follow_options(settings), model, pushes, metrics):
             stack.push_async_callback(follower.stop)
+            if fleet is not None:
+                fleet.host.on_missing = follower.look
         if fleet is not None:
             # What its engines begin to serve is said by its fleet.
             await fleet.host.begin()
@@ -387,12 +392,6 @@ def _follow_options(settings: Settings) -> FollowOptions:
 def _fleet_options(settings: Settings) -> FleetOptions | None:
     if not settings.fleet:
         return None
-    if settings.engine_names == ["none"]:
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
-            "a member of a fleet has engines, and --engine is none; name them, or leave out "
-            "--fleet and --fleet-register",
-        )
     files = settings.fleet_ca, settings.fleet_cert, settings.fleet_key
     return FleetOptions(
         settings.fleet,

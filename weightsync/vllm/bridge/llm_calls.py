@@ -8,6 +8,7 @@ from weightsync.engine import (
     BETWEEN_STEPS,
     FENCES_ON_EXPIRY,
     LAYOUT_CHECK,
+    LIMITS_SERVING,
     READ_AHEAD,
     VERSION_LOADS,
     WEIGHT_UPDATES,
@@ -75,7 +76,7 @@ class VllmCalls:
     @property
     def capabilities(self) -> frozenset[str]:
         """What this release can do beyond the least that we need."""
-        found = {"cache_keep", FENCES_ON_EXPIRY, LAYOUT_CHECK}
+        found = {"cache_keep", FENCES_ON_EXPIRY, LAYOUT_CHECK, LIMITS_SERVING}
         if node_count(self.config) == 1:
             # What comes in, and what loaders read, is on this host alone.
             found |= {READ_AHEAD, VERSION_LOADS}
