@@ -73,6 +73,9 @@ class FleetMemberStatus:
         live_version: What its engines hold; 0: nothing, or different versions.
         content_digest: Digest of that.
         state: serving, paused or fenced.
+        release: Of its server; empty: one that does not say.
+        older: It is of an older release than the member that answers: plans that only newer ones
+            can read, it refuses.
     """
 
     name: str
@@ -80,6 +83,8 @@ class FleetMemberStatus:
     live_version: int
     content_digest: str
     state: str
+    release: str = ""
+    older: bool = False
 
 
 @dataclass(frozen=True, slots=True)

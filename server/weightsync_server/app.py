@@ -36,7 +36,7 @@ from weightsync_server.engine import (
 )
 from weightsync_server.engine.journal import live_in_store
 from weightsync_server.engines import Engines
-from weightsync_server.fleet_host.fleet_service import FleetService
+from weightsync_server.fleet_host.fleet_service import FleetService, watch_needs
 from weightsync_server.follow.start import start_follower
 from weightsync_server.gauges import track
 from weightsync_server.http_api import HttpApi, InnerCalls
@@ -196,9 +196,12 @@ class App:
         attachments = Attachments(engines.set, segments, attach_socket(settings))
         attachments.start(stack)
         transactions = InPlaceCalls(parts, host)
-        fleet = FleetService.of(fleet_options(settings), engines.set, parts, host)
-        if fleet is not None:
+        of_fleet, fleet = fleet_options(settings), None
+        if of_fleet is not None and settings.engine_names == ["none"]:
+            model.collector.needed_elsewhere = watch_needs(of_fleet, stack).contents
+        elif fleet := FleetService.of(of_fleet, engines.set, parts, host):
             stack.push_async_callback(fleet.stop)
+            model.collector.needed_elsewhere = fleet.needs.contents
         processes = Processes(fetchers, ingesters)
         status = StatusSource(model, pushes, engines.set, processes, metrics)
         servicer = WeightSyncServicer(
@@ -226,6 +229,8 @@ class App:
         # Before the engine: what it starts on may be a version of the origin.
         if follower := await start_follower(follow_options(settings), model, pushes, metrics):
             stack.push_async_callback(follower.stop)
+            if fleet is not None:
+                fleet.host.on_missing = follower.look
         if fleet is not None:
             # What its engines begin to serve is said by its fleet.
             await fleet.host.begin()

@@ -221,9 +221,7 @@ async def _catch_up(model: Model) -> None:
             record.base = table.find(commit.base_version)
             table.add(record)
     if not model.store.local:
-        await model.pins.open()
-        for record in table.list():
-            model.serving.renew_marks(record)
+        await model.serving.read_marks()
 
 
 async def _load(model: Model, records: Iterable[CommitRecord]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import MAX_VERSION
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.deltas import ChainLimits
@@ -76,19 +75,9 @@ def follow_options(settings: Settings) -> FollowOptions:
 
 
 def fleet_options(settings: Settings) -> FleetOptions | None:
-    """Return of which fleet this server is a member; None: of none.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID; it has no engines.
-    """
+    """Return to which fleet this server belongs; None: to none."""
     if not settings.fleet:
         return None
-    if settings.engine_names == ["none"]:
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
-            "a member of a fleet has engines, and --engine is none; name them, or leave out "
-            "--fleet and --fleet-register",
-        )
     files = settings.fleet_ca, settings.fleet_cert, settings.fleet_key
     return FleetOptions(
         settings.fleet,

@@ -62,6 +62,8 @@ def test_a_fleet_of_two_releases_goes_on_and_refuses_what_one_does_not_know(
     with fleet.servers["n"].running() as n:
         with older.running() as o:
             until(lambda: len(n.fleet_status().members) == 2, "both are there")
+            for asked, seen in ((n, {"n": False, "o": True}), (o, {"n": False, "o": False})):
+                assert {one.name: one.older for one in asked.fleet_status().members} == seen
             # Each may ask for what both know, and the other takes part.
             for number, asked, order in ((2, n, "barrier"), (3, o, "rolling")):
                 report = asked.fleet_apply(push(n, number), order=order)

@@ -14,6 +14,7 @@ __all__ = [
     "BETWEEN_STEPS",
     "FENCES_ON_EXPIRY",
     "LAYOUT_CHECK",
+    "LIMITS_SERVING",
     "OLDEST_PROTOCOL",
     "PROTOCOL_VERSION",
     "READ_AHEAD",
@@ -46,6 +47,9 @@ BETWEEN_STEPS = "between_steps"
 
 #: The capability of engines that fence when a pause runs out that says so; others resume.
 FENCES_ON_EXPIRY = "fences_on_expiry"
+
+#: The capability of engines that fence themselves when the time is over for which they may serve.
+LIMITS_SERVING = "limits_serving"
 
 #: The capability of engines whose ranks tell whether the model takes tensors that are coming.
 LAYOUT_CHECK = "checks_layouts"
@@ -306,6 +310,17 @@ class Engine(Protocol):
 
     async def health(self) -> EngineHealth:
         """Tell how the engine is."""
+        ...
+
+    async def serve_for(self, seconds: float | None) -> None:
+        """Let the engine serve for so long; then, unless called again, it fences itself.
+
+        What waits for the decision of an open apply is left to its lease, and does not serve after
+        it before this is called again. Only with the capability LIMITS_SERVING; others ignore it.
+
+        Args:
+            seconds: From now; 0 or less: it is over. None: for as long as nobody says otherwise.
+        """
         ...
 
     async def close(self) -> None:

@@ -19,6 +19,7 @@ from weightsync.engine import (
     BETWEEN_STEPS,
     FENCES_ON_EXPIRY,
     LAYOUT_CHECK,
+    LIMITS_SERVING,
     EngineHealth,
     EngineInfo,
     EngineState,
@@ -29,6 +30,7 @@ from weightsync.engine import (
     SwitchOutcome,
 )
 from weightsync.engine.pause_lease import PauseLease
+from weightsync.engine.serve_limit import ServeLimit
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import build_header
 from weightsync.shm.segment_socket import SegmentClient
@@ -59,7 +61,8 @@ class MemoryEngine(MemoryRank):
         ranks: All of them, in order. Tests damage one, or override its `write`.
         version: The version that the last resume named; 0: none.
         events: What was done, in order: pause, commit, resume, switch, fence; expire: the lease of
-            a pause ran out, and it did what that pause said.
+            a pause ran out, and it did what that pause said; overdue: it was fenced as its time to
+            serve was over.
         updates: None: it receives nothing by itself.
     """
 
@@ -72,7 +75,7 @@ class MemoryEngine(MemoryRank):
         checks_layouts: bool = False,
         attachable: bool = False,
     ) -> None:
-        self._abilities = {"weight_version", BETWEEN_STEPS, FENCES_ON_EXPIRY}
+        self._abilities = {"weight_version", BETWEEN_STEPS, FENCES_ON_EXPIRY, LIMITS_SERVING}
         if checks_layouts:
             self._abilities.add(LAYOUT_CHECK)
         if attachable:
@@ -85,6 +88,7 @@ class MemoryEngine(MemoryRank):
         )
         self.ranks: tuple[MemoryRank, ...] = (self, *others)
         self._lease = PauseLease(self._on_expiry)
+        self._limit = ServeLimit(self._out_of_time)
         self._condition, self._reason = EngineState.UNRECONCILED, "no server yet"
         self._engine_id = secrets.token_hex(8)
         self._switching: asyncio.Future[SwitchOutcome] | None = None
@@ -196,6 +200,10 @@ class MemoryEngine(MemoryRank):
             self._condition, self._reason, self._engine_id, open_apply=self._lease.open_apply
         )
 
+    async def serve_for(self, seconds: float | None) -> None:
+        """Serve for so long; then, unless called again, be fenced. None: without a limit."""
+        self._limit.move(seconds)
+
     async def close(self) -> None:
         """Nothing to let go of."""
 
@@ -204,6 +212,7 @@ class MemoryEngine(MemoryRank):
         for rank in self.ranks:
             rank.become(tensors)
         self._lease.settle()
+        self._limit.drop()
         self._condition, self._reason = EngineState.UNRECONCILED, "restarted"
         self._engine_id = secrets.token_hex(8)
 
@@ -248,6 +257,15 @@ class MemoryEngine(MemoryRank):
         self._lease.settle()
         self.version = version
         self._condition, self._reason = EngineState.SERVING, ""
+        if self._limit.over:
+            self._out_of_time()
+
+    def _out_of_time(self) -> None:
+        """Be fenced; what waits for a decision is left to its lease."""
+        paused = self._condition is EngineState.PAUSED
+        if self._serving() or (paused and self._lease.on_expiry is OnExpiry.RESUME):
+            self.events.append("overdue")
+            self._stand_fenced(self._limit.reason)
 
     def _stand_fenced(self, reason: str) -> None:
         self._lease.drop()

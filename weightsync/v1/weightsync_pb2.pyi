@@ -2865,6 +2865,8 @@ class FleetMember(_message.Message):
     LIVE_VERSION_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    OLDER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     address: _builtins.str
@@ -2875,6 +2877,12 @@ class FleetMember(_message.Message):
     """Digest of its content."""
     state: _builtins.str
     """serving, paused or fenced."""
+    release: _builtins.str
+    """Release of its server; empty: of one that does not say."""
+    older: _builtins.bool
+    """It is of an older release than the member that answers: what only newer ones can read, it
+    refuses.
+    """
     def __init__(
         self,
         *,
@@ -2883,10 +2891,12 @@ class FleetMember(_message.Message):
         live_version: _builtins.int = ...,
         content_digest: _builtins.str = ...,
         state: _builtins.str = ...,
+        release: _builtins.str = ...,
+        older: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "content_digest", b"content_digest", "live_version", b"live_version", "name", b"name", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "content_digest", b"content_digest", "live_version", b"live_version", "name", b"name", "older", b"older", "release", b"release", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

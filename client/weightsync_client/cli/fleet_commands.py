@@ -153,4 +153,6 @@ def _show_report(report: types.FleetReport) -> None:
 def _show_members(found: types.FleetStatus) -> None:
     for one in found.members:
         what = f"version {one.live_version} {one.content_digest}" if one.live_version else "nothing"
-        typer.echo(f"{one.name}: {one.state}, {what}, {one.address}")
+        number = f" {one.release}" if one.release else ""
+        release = f", of an older release{number}: update it" if one.older else ""
+        typer.echo(f"{one.name}: {one.state}, {what}, {one.address or 'no address'}{release}")

@@ -105,7 +105,13 @@ def _status(m: pb.GetFleetStatusResponse) -> types.FleetStatus:
         member=m.member,
         members=tuple(
             types.FleetMemberStatus(
-                one.name, one.address, one.live_version, one.content_digest, one.state
+                one.name,
+                one.address,
+                one.live_version,
+                one.content_digest,
+                one.state,
+                one.release,
+                one.older,
             )
             for one in m.members
         ),

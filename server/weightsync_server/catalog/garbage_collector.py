@@ -10,7 +10,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from weightsync_server.catalog.commits import CommitService
     from weightsync_server.catalog.record import VersionRecord
@@ -37,6 +37,8 @@ class GarbageCollector:
     Attributes:
         on_surplus: Called with what exceeds the bounds, and how many versions may be carried,
             before anything is deleted.
+        needed_elsewhere: Returns the contents that other servers need, which are not collected;
+            while it raises `WeightSyncError`, nothing is.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class GarbageCollector:
         disk: DiskQuota,
     ) -> None:
         self.on_surplus: Callable[[Surplus, int], None] = lambda _surplus, _most_carried: None
+        self.needed_elsewhere: Callable[[], Awaitable[frozenset[str]]] = _nothing
+        self._unknown = ""
         self._table = table
         self._serving = serving
         self._commits = commits
@@ -119,13 +123,38 @@ class GarbageCollector:
         if not await self._commits.collects():
             # The server that has the epoch does, and folds.
             return
-        records = [r for r in self._table.list() if r.durability == pb.DURABILITY_COMMITTED]
-        surplus = self._retention.surplus(records, self._kept)
+        needed: frozenset[str] = frozenset()
+        if self._surplus(needed).doomed:
+            try:
+                needed = await self._needed()
+            except WeightSyncError as error:
+                self._tell_unknown(error.message)
+                return
+        self._unknown = ""
+        surplus = self._surplus(needed)
         self.on_surplus(surplus, self._retention.versions)
         for record in surplus.doomed:
             there = self._table.find(record.version) is record
             if there and not self._kept(record) and not self.need(record):
                 await self._delete_surplus(record.version)
+
+    def _surplus(self, needed: frozenset[str]) -> Surplus:
+        records = [r for r in self._table.list() if r.durability == pb.DURABILITY_COMMITTED]
+
+        def kept(record: VersionRecord) -> bool:
+            return record.content_digest in needed or self._kept(record)
+
+        return self._retention.surplus(records, kept)
+
+    async def _needed(self) -> frozenset[str]:
+        """Return what other servers need, their pins being known here from then on."""
+        await self._serving.read_marks()
+        return await self.needed_elsewhere()
+
+    def _tell_unknown(self, why: str) -> None:
+        if why != self._unknown:
+            self._unknown = why
+            logger.warning("no version is collected for now: what others need is unknown: %s", why)
 
     async def _delete_surplus(self, version: int) -> None:
         try:
@@ -147,3 +176,7 @@ class GarbageCollector:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("deleting a version failed: %r", error)
+
+
+async def _nothing() -> frozenset[str]:
+    return frozenset()

@@ -31,7 +31,7 @@ _FIRST_S, _ROUND_S = 10.0, 60.0
 
 
 class Scrubber:
-    """Marks stored versions whose bytes are not what was committed, and heals nothing.
+    """Marks and reports stored versions whose bytes are not what was committed; heals nothing.
 
     Args:
         table: The versions of the model.
@@ -85,6 +85,8 @@ class Scrubber:
         elif record.damaged and not damage:
             logger.warning("version %d is whole in the store again", record.version)
         record.damaged = damage
+        if damage:
+            self._table.report_damage(record)
 
     async def _check(self, record: VersionRecord) -> None:
         store, delta = self._store, record.base is not None

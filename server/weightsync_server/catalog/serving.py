@@ -233,8 +233,17 @@ class ServingState:
         record.rejected_reason = self._pins.rejected.get(record.version, "")
         self._settle(record)
 
-    def renew_marks(self, record: VersionRecord) -> None:
-        """Do the same where another server has decided something since."""
+    async def read_marks(self) -> None:
+        """Take up what another server has decided since.
+
+        Raises:
+            WeightSyncError: The store cannot be read.
+        """
+        await self._pins.open()
+        for record in self._table.list():
+            self._renew_marks(record)
+
+    def _renew_marks(self, record: VersionRecord) -> None:
         reason = self._pins.rejected.get(record.version, "")
         here = record.pinned, record.rejected_reason
         if record.commit is not None and here != (record.version in self._pins.pinned, reason):

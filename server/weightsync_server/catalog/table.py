@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 from typing import TYPE_CHECKING
 
@@ -30,12 +31,14 @@ class VersionTable:
         on_change: Called with each version that came, changed, or was removed: then the table
             does not have it any more.
         on_free: Called when something that somebody waits for may have come free.
+        on_damage: Called with each committed version of which bytes turn out to be wrong.
     """
 
     def __init__(self, name: str, pins: Pins, reserved: int = 0) -> None:
         self.name = name
         self.on_change: list[Callable[[VersionRecord], None]] = []
         self.on_free: list[Callable[[], None]] = []
+        self.on_damage: list[Callable[[VersionRecord], None]] = []
         self._pins = pins
         self._reserved = reserved
         self._records: dict[int, VersionRecord] = {}
@@ -85,6 +88,11 @@ class VersionTable:
         record.residency = pb.RESIDENCY_STAGED
         record.place.settle()
         self.touch(record)
+
+    def report_damage(self, record: VersionRecord) -> None:
+        """Tell observers that bytes of a committed version are wrong, in memory or the store."""
+        for observer in self.on_damage:
+            observer(record)
 
     # Look-ups
 
@@ -151,6 +159,30 @@ class VersionTable:
         spent = max(self._pins.highest, self._spent)
         used = self._reserved in self._records or spent >= self._reserved
         return self.next_version() if used or not self._reserved else self._reserved
+
+    async def settled(self, version: int, timeout_s: float) -> VersionRecord | None:
+        """Return a version that comes in once it is committed; None: it is gone, or too late.
+
+        Args:
+            version: The version.
+            timeout_s: Longest time to wait, in seconds.
+        """
+        changed = asyncio.Event()
+
+        def look(_: VersionRecord) -> None:
+            changed.set()
+
+        self.on_change.append(look)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (record := self.find(version)) is not None and record.commit is None:
+                    changed.clear()
+                    await changed.wait()
+            return record
+        except TimeoutError:
+            return None
+        finally:
+            self.on_change.remove(look)
 
     def same_content(self, content_digest: str) -> VersionRecord | None:
         """Return the newest committed version with this content, or None."""

@@ -119,6 +119,24 @@ class Compactor:
         if self._task is not None:
             await asyncio.wait([self._task])
 
+    async def rewrite(self, record: VersionRecord) -> None:
+        """Write a damaged version into the store anew, in full, from its slot.
+
+        Args:
+            record: A committed version that is staged, and leased by the caller.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT: it is damaged in memory, too. DISK_EXHAUSTED, FAULT,
+                FETCHER_FAILED, SHUTTING_DOWN. In the store it is no worse than it was.
+        """
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        await self._fold(record)
+        record.damaged = ""
+        logger.info("version %d is whole in the store again", record.version)
+        # What it was based on may go now.
+        self._collect()
+
     async def admit(
         self, record: VersionRecord, manifest: Manifest, delta: PushedDelta, room: DiskReservation
     ) -> PushedDelta:

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weightsync_server.engine.serving_time import ServingTime
+
 if TYPE_CHECKING:
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync_server.engine.apply_limits import ApplyLimits
@@ -25,6 +27,7 @@ class HostParts:
         fleet: Whose member this host is: then that alone makes versions live; "": of none.
         joining: Who has it decides what the engines serve: an apply of all of them as long as it
             lasts, and one that is found to hold a version while it begins to serve it.
+        serving_time: For how long the engines may serve without this server.
     """
 
     segments: SegmentServer
@@ -32,3 +35,4 @@ class HostParts:
     limits: ApplyLimits
     fleet: str = ""
     joining: asyncio.Lock = field(default_factory=asyncio.Lock)
+    serving_time: ServingTime = field(default_factory=ServingTime)

@@ -18,6 +18,7 @@ from weightsync.shm.staged_version import StagedVersion
 from weightsync_server.engine.outcome import Pause, PreparedVersion
 from weightsync_server.engine.ranks import QUICK_S, Ranks
 from weightsync_server.engine.refusals import no_place, refusal
+from weightsync_server.engine.serving_time import LimitRenewal, ServingTime
 from weightsync_server.engine.version_loads import LoadScheduler, Presence
 from weightsync_server.nodes.engine_nodes import EngineNodes
 
@@ -65,6 +66,7 @@ class EngineSession:
         tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
             was there before, and have mapped nothing on other nodes since.
         nodes: Servers of its other nodes; None: none may join.
+        serving_time: For how long it may serve without this server.
     """
 
     engine: Engine
@@ -80,18 +82,21 @@ class EngineSession:
     on_load: Callable[[], Awaitable[None]] | None = None
     tidy: bool = False
     nodes: NodeGroup | None = None
+    serving_time: ServingTime = field(default_factory=ServingTime)
     # The lease under which it stands still now; "": none of ours.
     _lease_id: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        """Publish the status pages."""
+        """Publish the status pages, and say for how long the engine may serve."""
         nodes = None
         if self.nodes is not None:
             nodes = EngineNodes(self.nodes, self.engine, self.info.nodes, self.info.ranks)
         self.ranks = Ranks(self.engine, self.info.ranks, self.segments, nodes)
+        self._limit = LimitRenewal(self.engine, self.serving_time)
 
     def close(self) -> None:
         """Withdraw the status pages and let go of the live version's segments."""
+        self._limit.stop()
         if self.loads is not None:
             self.loads.close()
         self.ranks.close()
@@ -354,6 +359,7 @@ class EngineSession:
         version = current.record.version if current else 0
         digest = current.digest if current else ""
         for _ in range(tries):
+            await self._limit.renew()
             try:
                 call = self.engine.resume(self._lease_id, version, digest)
                 await _bounded(call, self._longest_s, "resume")

@@ -377,16 +377,11 @@ class EngineSupervisor:
 
     async def _connect(self) -> None:
         self._forget()
-        info = await self._engine.hello()
+        info = self._host.serving_time.check(self.name, await self._engine.hello())
         self._condition.info = info
         self._model.segments.engines.add(self.name)
-        logger.info(
-            "engine %s: connected to vLLM %s, %d ranks, model %s",
-            self.name,
-            info.vllm_version,
-            len(info.ranks),
-            info.model,
-        )
+        what = f"vLLM {info.vllm_version}, {len(info.ranks)} ranks, model {info.model}"
+        logger.info("engine %s: connected to %s", self.name, what)
         if info.refusals:
             raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
         self._session = EngineSession(
@@ -397,6 +392,7 @@ class EngineSupervisor:
             self._model.stager,
             self._host.metrics.loaders,
             nodes=self._model.nodes,
+            serving_time=self._host.serving_time,
         )
 
     async def _reconcile(self) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
+from weightsync import __version__
 from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fleet.fleet_plan import FleetPlan, FleetVersion, Kind, MemberReport, Verdict
@@ -180,6 +181,8 @@ def encode_member(live: FleetVersion | None, mode: str, address: str, boot: str 
         mode=mode,
         address=address[:256],
         boot=boot,
+        release=__version__,
+        reads=FORMAT,
     )
 
 

@@ -140,8 +140,13 @@ class MemberView:
 
     async def _read(self) -> None:
         asked = clock.monotonic()
-        # At once: between a decision and the last member that knows it this is most of the time.
-        history, displaced = await asyncio.gather(self._reader.read(), self._is_displaced())
+        history, found = await self._ask()
+        if found is None and self._membership is not None:
+            # Of a time without the register. Nobody has counted on this member meanwhile: it is
+            # there again before it goes by what it reads.
+            await self._membership.renew()
+            asked = clock.monotonic()
+            history, found = await self._ask()
         number = history.number
         if number < self._journal.seen:
             raise WeightSyncError(
@@ -156,17 +161,19 @@ class MemberView:
                 [(number, phase) for phase in ApplyPhase if await self._has_said(number, phase)]
             )
         await self._look_for_coordinator(history)
-        self.displaced = displaced
+        self.displaced = found is not None and self._is_others(found)
         self.history, self.read_at = history, asked
 
     async def _has_said(self, number: int, phase: ApplyPhase) -> bool:
         return await self._register.get(report_key(number, phase, self._name)) is not None
 
-    async def _is_displaced(self) -> bool:
-        found = await self._register.get(member_key(self._name))
-        if found is None:
-            # Of a time without the register; it is put there again.
-            return False
+    async def _ask(self) -> tuple[History, bytes | None]:
+        """Return the history, and who has this member's name."""
+        # At once: between a decision and the last member that knows it this is most of the time.
+        key = member_key(self._name)
+        return await asyncio.gather(self._reader.read(), self._register.get(key))
+
+    def _is_others(self, found: bytes) -> bool:
         try:
             return decode_boot(found) != self.boot
         except WeightSyncError:

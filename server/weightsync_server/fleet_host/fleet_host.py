@@ -15,6 +15,8 @@ from weightsync_server.fleet_host.serving_gate import ServingGate
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine import EngineSet, EngineSupervisor, HostParts, ModelParts
     from weightsync_server.residency.leases import SlotLease
@@ -41,6 +43,9 @@ class FleetHost:
         host: What they share.
         undecided_s: As in `FleetLimits`.
         fetch_s: How long a version that is not here yet is waited for, seconds; 0: not at all.
+
+    Attributes:
+        on_missing: Called when a wait for a version begins, so that it is looked for at once.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class FleetHost:
     ) -> None:
         self._engines, self._model, self._limits = engines, model, host.limits
         self._undecided_s, self._fetch_s = undecided_s, fetch_s
+        self.on_missing: Callable[[], None] = _nothing
         self._gate = ServingGate(host.joining)
         self._turn = asyncio.Lock()
         self._cutover: HostCutover | None = None
@@ -179,16 +185,14 @@ class FleetHost:
         Raises:
             WeightSyncError: VERSION_UNKNOWN, or VERSION_NOT_DURABLE while it is not committed.
         """
-        end = clock.monotonic() + self._fetch_s
-        while (record := self._model.table.find(version)) is None or record.commit is None:
-            if clock.monotonic() >= end:
-                self._model.table.get(version)
-                raise WeightSyncError(
-                    Reason.VERSION_NOT_DURABLE,
-                    f"version {version} is not committed yet, and a fleet goes to what lasts; wait "
-                    "for its push to end",
-                )
-            await asyncio.sleep(_LOOK_S)
+        record = await self._arrived(lambda: self._committed(version))
+        if record is None:
+            self._model.table.get(version)
+            raise WeightSyncError(
+                Reason.VERSION_NOT_DURABLE,
+                f"version {version} is not committed yet, and a fleet goes to what lasts; wait "
+                "for its push to end",
+            )
         return FleetVersion(record.version, record.content_digest)
 
     async def _let_go(self) -> None:
@@ -281,16 +285,29 @@ class FleetHost:
 
     async def _find(self, target: FleetVersion) -> VersionRecord:
         """Return a version of this server; one that its origin has may be on its way."""
-        end = clock.monotonic() + self._fetch_s
-        while (record := self._known(target)) is None:
-            if clock.monotonic() >= end:
-                raise WeightSyncError(
-                    Reason.VERSION_UNKNOWN,
-                    f"version {target.number} of the fleet is not on this host; push it here, or "
-                    "start this server with --follow and the origin of the others",
-                )
-            await asyncio.sleep(_LOOK_S)
+        record = await self._arrived(lambda: self._known(target))
+        if record is None:
+            raise WeightSyncError(
+                Reason.VERSION_UNKNOWN,
+                f"version {target.number} of the fleet is not on this host; push it here, or "
+                "start this server with --follow and the origin of the others",
+            )
         return record
+
+    async def _arrived(self, find: Callable[[], VersionRecord | None]) -> VersionRecord | None:
+        """Return what is here, or comes while it is waited for; None: it does not."""
+        end = clock.monotonic() + self._fetch_s
+        record = find()
+        if record is None:
+            self.on_missing()
+        while record is None and clock.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+            record = find()
+        return record
+
+    def _committed(self, version: int) -> VersionRecord | None:
+        record = self._model.table.find(version)
+        return record if record is not None and record.commit is not None else None
 
     def _known(self, target: FleetVersion) -> VersionRecord | None:
         same = [
@@ -300,6 +317,9 @@ class FleetHost:
         ]
         numbered = [record for record in same if record.version == target.number]
         return next(iter(numbered or same), None)
+
+
+def _nothing() -> None: ...
 
 
 async def _any_generates(engines: list[EngineSupervisor]) -> bool:

@@ -17,8 +17,10 @@ from weightsync_server.fleet.fleet_keys import MEMBERS
 from weightsync_server.fleet.fleet_member import FleetMember
 from weightsync_server.fleet.fleet_plan import Kind, Verdict
 from weightsync_server.fleet.member_journal import MemberJournal
+from weightsync_server.fleet.member_steps import Fence, Mode, next_step
 from weightsync_server.fleet_host.fleet_host import FleetHost
 from weightsync_server.fleet_host.fleet_metrics import FleetMetrics
+from weightsync_server.fleet_host.fleet_needs import FleetNeeds
 from weightsync_server.fleet_host.fleet_status import FleetStatusReader
 from weightsync_server.register import open_register
 from weightsync_server.register.etcd_tls import EtcdTls
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
     from weightsync_server.engine import EngineSet, HostParts, ModelParts
     from weightsync_server.fleet.coordinator import Outcome, Progress
     from weightsync_server.fleet.fleet_limits import FleetLimits
+    from weightsync_server.register.register import Register
 
-__all__ = ["FleetOptions", "FleetService"]
+__all__ = ["FleetOptions", "FleetService", "watch_needs"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ class FleetService:
 
     Attributes:
         name: Of the fleet.
+        needs: What its members still need of a store.
 
     Raises:
         WeightSyncError: The register cannot be opened, or the member's journal is damaged.
@@ -88,15 +92,17 @@ class FleetService:
         self, options: FleetOptions, engines: EngineSet, model: ModelParts, host: HostParts
     ) -> None:
         self.name, self._options = options.fleet, options
-        url = f"{options.register.rstrip('/')}/{options.fleet}"
-        self.register = open_register(url, options.tls)
+        self.register = _open_register(options)
         fetch_s = host.limits.prepare_timeout_s if options.follows else 0.0
         self.host = FleetHost(engines, model, host, options.limits.undecided_s, fetch_s)
         self._journal = MemberJournal(options.journal)
         self._member: FleetMember | None = None
         self._calls = idempotency.Calls()
         self._status = FleetStatusReader(self.register)
+        self.needs = FleetNeeds(self.register)
         self._metrics = host.metrics
+        if options.limits.max_age_s:
+            host.serving_time.left_s = self._left_s
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -188,6 +194,19 @@ class FleetService:
             status.read_age.FromNanoseconds(int(1e9 * (clock.monotonic() - view.read_at)))
         return status
 
+    def _left_s(self) -> float | None:
+        """Return for how long the engines may serve on what was read; None: it lets them not."""
+        member, limits = self._member, self._options.limits
+        history = member.view.history if member is not None else None
+        if member is None or history is None:
+            return None
+        state = member.state
+        step = next_step(state, history, limits.max_skew)
+        if isinstance(step, Fence) and state.mode is not Mode.PAUSED:
+            # What was read is why they must not: it gives them no time.
+            return None
+        return member.view.read_at + limits.max_age_s - clock.monotonic()
+
     async def _run(self, member: FleetMember) -> None:
         while True:
             try:
@@ -217,6 +236,25 @@ class FleetService:
                 metadata={"fleet_apply": str(outcome.number)},
             )
         return await self._status.report(outcome.number)
+
+
+def watch_needs(options: FleetOptions, stack: contextlib.AsyncExitStack) -> FleetNeeds:
+    """Return what a fleet needs of the store of a server without engines, which is no member.
+
+    Args:
+        options: Of what.
+        stack: Closes the register.
+
+    Raises:
+        WeightSyncError: The register cannot be opened.
+    """
+    register = _open_register(options)
+    stack.push_async_callback(register.close)
+    return FleetNeeds(register)
+
+
+def _open_register(options: FleetOptions) -> Register:
+    return open_register(f"{options.register.rstrip('/')}/{options.fleet}", options.tls)
 
 
 def _check(request: idempotency.Request, max_unavailable: int) -> Kind:

@@ -21,7 +21,8 @@ class FleetSettings(BaseModel):
     fleet: str = Field(
         "",
         description="Name of the fleet that this server is a member of: what its engines serve is "
-        "decided there, by `weightsync fleet apply`. Empty: of none.",
+        "decided there, by `weightsync fleet apply`. With `--engine none` it is no member, and "
+        "only keeps what members need. Empty: of none.",
     )
     fleet_register: str = Field(
         "",
@@ -55,8 +56,8 @@ class FleetSettings(BaseModel):
     max_age_s: float = Field(
         0,
         ge=0,
-        description="Seconds without the register after which a host serves nothing; 0: it goes "
-        "on for as long as the register is away.",
+        description="Seconds without the register after which a host serves nothing, also where "
+        "this server is dead or frozen; 0: it goes on for as long as the register is away.",
     )
     max_unavailable: int = Field(
         1,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.fleet.coordinator_steps import parse_reports
 from weightsync_server.fleet.fleet_history import HistoryReader
 from weightsync_server.fleet.fleet_keys import MEMBERS, reports_prefix
 from weightsync_server.fleet.fleet_plan import ApplyPhase, FleetVersion, Verdict
-from weightsync_server.fleet.fleet_records import decode_member
 from weightsync_server.fleet.member_steps import Mode
+from weightsync_server.fleet_host.member_listing import list_member
 
 if TYPE_CHECKING:
     from weightsync_server.fleet.coordinator_steps import Reports
@@ -40,7 +39,7 @@ class FleetStatusReader:
         """
         history = await self._reader.read()
         listed = await self._register.list(MEMBERS)
-        members = [_member(key[len(MEMBERS) :], value) for key, value in sorted(listed.items())]
+        members = [list_member(key[len(MEMBERS) :], value) for key, value in sorted(listed.items())]
         status = pb.GetFleetStatusResponse(
             members=members,
             skew=max((_behind(history, one) for one in members), default=0),
@@ -78,18 +77,6 @@ class FleetStatusReader:
             decisions_needed=plan.decisions,
             members=[_progress(name, plan.wave_of(name), reports) for name in sorted(plan.members)],
         )
-
-
-def _member(name: str, value: bytes) -> pb.FleetMember:
-    try:
-        live, mode, address = decode_member(value)
-    except WeightSyncError as error:
-        # Of another release; it is there all the same.
-        return pb.FleetMember(name=name, state=f"unknown: {error.message}")
-    member = pb.FleetMember(name=name, address=address, state=mode)
-    if live is not None:
-        member.live_version, member.content_digest = live.number, live.digest
-    return member
 
 
 def _behind(history: History, member: pb.FleetMember) -> int:

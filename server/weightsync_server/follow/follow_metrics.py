@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weightsync_server.store.objects.piece_digests import CacheOutcome
-
 if TYPE_CHECKING:
     from weightsync_server.ops.metrics import Metrics
+    from weightsync_server.store.objects.piece_digests import CacheOutcome
 
 __all__ = ["FollowMetrics"]
+
+#: What may come of a piece that a cache is asked for.
+_PIECES = ("right", "wrong", "missing")
 
 
 class FollowMetrics:
@@ -42,7 +44,7 @@ class FollowMetrics:
             "weightsync_follow_cache_pieces_total",
             "Pieces of shards that a follower asked its cache for: right, wrong, or missing there.",
             "outcome",
-            CacheOutcome._fields,
+            _PIECES,
         )
 
     def set_up(self, *, up: bool) -> None:
@@ -63,5 +65,5 @@ class FollowMetrics:
 
     def count_pieces(self, outcome: CacheOutcome) -> None:
         """Count what a cache had of one shard."""
-        for name, count in outcome._asdict().items():
-            self._pieces[name].inc(count)
+        for name in _PIECES:
+            self._pieces[name].inc(getattr(outcome, name))

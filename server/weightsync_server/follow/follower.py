@@ -10,13 +10,15 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.local_numbers import FIRST_LOCAL
-from weightsync_server.follow.fetch_plan import fetch_plan
+from weightsync_server.follow.fetch_plan import Fetch, fetch_plan
+from weightsync_server.follow.newest_staging import NewestStaging
 from weightsync_server.ops.os_errors import to_refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
+    from typing import Any
 
-    from weightsync_server.follow.fetch_plan import Fetch
+    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.follow.follow_metrics import FollowMetrics
     from weightsync_server.follow.origin import Origin
     from weightsync_server.model import Model
@@ -30,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 #: From a failure to the next try, seconds: doubled each time.
 _AGAIN_S, _MOST_S = 0.5, 30.0
-#: Longest wait until the newest version, which is kept here, is staged, seconds.
-_STAGE_S = 60.0
 #: Longest wait for the origin's answer about one content, seconds.
 _FIND_S = 10.0
+#: Longest wait for an engine's checkpoint that is becoming the version to fetch, seconds.
+_ADOPT_S = 60.0
 #: What is to be done where numbers mean other content here than in the origin.
 _WAYS_ON = (
     "push a higher version there; or, where nobody needs what is here, give this follower an empty "
@@ -80,6 +82,11 @@ class Follower:
         self._distrusted: set[str] = set()
         self._warned: set[str] = set()
         self._complaint = ""
+        self._newest = NewestStaging(model, self._fetch_again)
+        self._fetched_again = 0
+        self._damaged = asyncio.Event()
+        self._wanted = asyncio.Event()
+        model.table.on_damage.append(self._on_damage)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -92,6 +99,10 @@ class Follower:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._origin.close()
+
+    def look(self) -> None:
+        """Look at the origin at once: somebody waits for what it has, also after a failure."""
+        self._wanted.set()
 
     async def find(self, content_digest: str) -> CommitRecord | None:
         """Return the origin's newest version with this content; see `OriginNumbers`."""
@@ -120,14 +131,25 @@ class Follower:
     async def _run(self) -> None:
         wait_s = _AGAIN_S
         while True:
+            # What is wanted, or found, from now on is not in what is looked at now.
+            self._wanted.clear()
+            self._damaged.clear()
             try:
                 await self._catch_up()
                 self._complaint, wait_s = "", _AGAIN_S
-                await self._origin.changed()
+                await _first(self._origin.changed(), self._damaged.wait(), self._wanted.wait())
             except Exception as error:  # noqa: BLE001 - whatever it was, it is tried again
                 self._complain(error)
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _MOST_S)
+                wait_s = await self._back_off(wait_s)
+
+    async def _back_off(self, wait_s: float) -> float:
+        """Return how long to wait the next time, after that wait or once somebody asks."""
+        await _first(asyncio.sleep(wait_s), self._wanted.wait())
+        return _AGAIN_S if self._wanted.is_set() else min(2 * wait_s, _MOST_S)
+
+    def _on_damage(self, record: VersionRecord) -> None:
+        if record.version == self._model.table.newest:
+            self._damaged.set()
 
     def _complain(self, error: Exception) -> None:
         """Count a failure, and log it unless it is the last one again."""
@@ -150,7 +172,7 @@ class Follower:
         except Exception:
             self._metrics.set_up(up=False)
             # What is kept here is served all the same.
-            await self._stage()
+            await self._newest.stage(())
             raise
         self._metrics.set_up(up=True)
         self._lag(versions)
@@ -158,10 +180,10 @@ class Follower:
         if not fetches:
             await self._drop_others("")
         for fetch in fetches:
-            await self._fetch(fetch)
+            await self._fetch(fetch, _key(fetch))
             self._lag(versions)
         self._check_same(versions)
-        await self._stage()
+        await self._newest.stage(versions)
 
     async def _versions(self) -> Sequence[CommitRecord]:
         # What another follower alone has is nobody else's.
@@ -236,17 +258,34 @@ class Follower:
             self._warned.add(what)
             logger.warning("%s", what)
 
-    async def _fetch(self, fetch: Fetch) -> None:
-        """Make one version exist here.
+    async def _fetch_again(self, version: CommitRecord) -> None:
+        """Bring a version that exists here into memory.
+
+        Raises:
+            WeightSyncError: It cannot be had.
+        """
+        fetch = Fetch(version, delta=False)
+        # Of its own, or it would be answered with what was committed.
+        await self._fetch(fetch, f"{_key(fetch)}-{self._fetched_again}")
+        self._fetched_again += 1
+
+    async def _fetch(self, fetch: Fetch, key: str) -> None:
+        """Make one version exist here, unless an engine's checkpoint becomes it meanwhile.
+
+        Args:
+            fetch: Which, and how.
+            key: Finds what has come of it already.
 
         Raises:
             WeightSyncError: It does not; what is wrong in it has left nothing behind.
         """
         version, push = fetch.version, None
-        request = _begin(fetch)
-        await self._drop_others(request.idempotency_key)
+        request = _begin(fetch, key)
+        await self._drop_others(key)
         await failpoints.reach("follow.fetch")
         await self._model.epochs.follow(version.epoch)
+        if await self._is_adopted(version.version):
+            return
         try:
             push = await self._pushes.open(request, None)
             if push.state.committed is None:
@@ -260,6 +299,13 @@ class Follower:
         self._metrics.count_fetch(delta=fetch.delta)
         form = "as a delta" if fetch.delta else "in full"
         logger.info("version %d came from %s, %s", version.version, self._origin.url, form)
+
+    async def _is_adopted(self, version: int) -> bool:
+        """Tell whether an engine's checkpoint turns out to be the version, once that is known."""
+        record = self._model.table.find(version)
+        if record is None or record.commit is not None or record.push_id:
+            return False
+        return await self._model.table.settled(version, _ADOPT_S) is not None
 
     async def _give_up(self, push: Push | None, fetch: Fetch, error: WeightSyncError) -> None:
         """Leave nothing of a version that came wrong; what came right of it may go on."""
@@ -279,13 +325,23 @@ class Follower:
             if push.state.request.idempotency_key != key:
                 await self._pushes.abort(pb.AbortPushRequest(push_id=one.push_id))
 
-    async def _stage(self) -> None:
-        """Have the newest version in memory before anybody asks for it."""
-        newest = self._model.table.find(self._model.table.newest)
-        if newest is None or newest.residency == pb.RESIDENCY_STAGED:
-            return
-        lease = await self._model.stager.stage(newest.version, _STAGE_S, for_engine=False)
-        lease.release()
+
+async def _first(*works: Coroutine[Any, Any, object]) -> None:
+    """Return when one of these has ended, the others called off.
+
+    Raises:
+        Exception: What one of them raised.
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
 
 
 def _key(fetch: Fetch) -> str:
@@ -294,7 +350,7 @@ def _key(fetch: Fetch) -> str:
     return f"follow-{version.version}-{version.content_digest}-{form}"
 
 
-def _begin(fetch: Fetch) -> pb.BeginPushRequest:
+def _begin(fetch: Fetch, key: str) -> pb.BeginPushRequest:
     """Return the call that opens the push of a version; the same one finds it again."""
     version = fetch.version
     request = pb.BeginPushRequest(
@@ -303,7 +359,7 @@ def _begin(fetch: Fetch) -> pb.BeginPushRequest:
         kind=pb.PUSH_KIND_DELTA if fetch.delta else pb.PUSH_KIND_FULL,
         total_bytes=version.delta_bytes if fetch.delta else version.size_bytes,
         metadata=version.metadata,
-        idempotency_key=_key(fetch),
+        idempotency_key=key,
     )
     if fetch.delta:
         request.base_content_digest = version.base_content_digest

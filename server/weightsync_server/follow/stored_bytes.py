@@ -7,7 +7,6 @@ begins with, then one delta after the other, each proved and bound to the conten
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from weightsync_server.store.version_reader import VersionReader
 
 __all__ = ["StoredBytes"]
-
-logger = logging.getLogger(__name__)
 
 #: Shards under way at once; the fetchers order the work among themselves.
 _AT_ONCE = 8
@@ -158,7 +155,7 @@ class StoredBytes:
             raise WeightSyncError(Reason.DATA_CORRUPT, f"{self._store.url} keeps no shards")
         await failpoints.reach("follow.shard")
         pieces = self._store.pieces(version.model, version.version, index, delta=delta)
-        if self._cache is None or pieces is None:
+        if self._cache is None or pieces is None or self._cache.passes(pieces):
             await self._push.model.fetch.load(path, size, segment)
         else:
             await self._read_cached(self._cache, path, pieces, size, segment)
@@ -169,13 +166,7 @@ class StoredBytes:
     ) -> None:
         url = cache.locate(path, self._store.url)
         outcome = await self._push.model.fetch.load_cached(path, url, pieces, size, segment)
-        cache.count(outcome)
-        if outcome.wrong:
-            logger.error(
-                "the cache gave other bytes than were put at %s; they came from the store instead: "
-                "look who may write to it",
-                url,
-            )
+        cache.note(url, outcome)
 
     async def _each(self, work: list[Coroutine[Any, Any, None]]) -> None:
         async def one(coroutine: Coroutine[Any, Any, None]) -> None:

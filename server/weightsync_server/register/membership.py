@@ -54,6 +54,7 @@ class Membership:
             )
         self._lease, self._ttl_s = lease, ttl_s
         self._task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
         self.valid_until = 0.0
 
     async def start(self) -> Self:
@@ -62,7 +63,7 @@ class Membership:
         Raises:
             WeightSyncError: It cannot be put there.
         """
-        await self._renew()
+        await self.renew()
         self._task = asyncio.create_task(self._keep(), name=f"member {self._lease.key}")
         return self
 
@@ -76,17 +77,23 @@ class Membership:
         with contextlib.suppress(WeightSyncError):
             await self._lease.release()
 
-    async def _renew(self) -> None:
-        # The register counts from when it is asked, or from later.
-        asked = clock.monotonic()
-        await self._lease.renew()
-        self.valid_until = asked + self._ttl_s
+    async def renew(self) -> None:
+        """Return when others see the key, for all of its time.
+
+        Raises:
+            WeightSyncError: They may not.
+        """
+        async with self._turn:
+            # The register counts from when it is asked, or from later.
+            asked = clock.monotonic()
+            await self._lease.renew()
+            self.valid_until = asked + self._ttl_s
 
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(self._ttl_s / _RENEWALS)
             try:
-                await self._renew()
+                await self.renew()
             except WeightSyncError as error:
                 logger.warning("member %s was not renewed: %s", self._lease.key, error)
             except Exception:

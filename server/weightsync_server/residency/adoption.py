@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointAdoption", "OriginNumbers"]
 
 _SLOT_WAIT_S = 60.0
+#: For a version that comes in under the checkpoint's number, most often with its content, seconds.
+_ARRIVAL_WAIT_S = 60.0
 #: What files are, and what to do about those that cannot be read.
 _CHECKPOINT = (
     "the engine's checkpoint",
@@ -109,6 +111,9 @@ class CheckpointAdoption:
             # Others that use the store may have numbered it meanwhile.
             await self._commits.catch_up()
             number = await self._number(record, manifest.content_digest)
+            if len(self._slots.slots) > 1:
+                # Of the origin's number; a fetch needs a slot beside ours.
+                await self._table.settled(number, _ARRIVAL_WAIT_S)
             known = self._table.same_content(manifest.content_digest)
             if known is not None:
                 self._stager.hand_over(record, known, manifest)

@@ -158,6 +158,8 @@ class Stager:
         # Whoever reads it already waits for a slot of its own: with this one it would hold two.
         if same and known.slot is None and known.version not in self._loading:
             slot_of(record).pass_to(known)
+            # Also one whose only copy had been damaged.
+            known.durability = pb.DURABILITY_COMMITTED
             self._table.staged(known, manifest)
         else:
             self._slots.release(record)
@@ -277,6 +279,7 @@ class Stager:
             self._slots.release(record)
             self._table.touch(record)
             if isinstance(error, WeightSyncError) and error.reason in SHARD_DAMAGE:
+                self._table.report_damage(record)
                 raise _not_ours(record, error.message, _RESTORE) from error
             raise
         self._table.staged(record, manifest)
@@ -298,6 +301,7 @@ class Stager:
         slot.spoil()
         self._slots.release(record)
         self._table.touch(record)
+        self._table.report_damage(record)
 
     async def _document(self, record: VersionRecord, slot: Slot) -> str:
         async with self._documents:

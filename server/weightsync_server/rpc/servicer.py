@@ -189,8 +189,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         if self._fleet is None:
             raise WeightSyncError(
                 Reason.NOT_SUPPORTED,
-                "this server is a member of no fleet; start it with --fleet and --fleet-register, "
-                "or ask one that is",
+                "this server is a member of no fleet; start it with engines, --fleet and "
+                "--fleet-register, or ask one that is",
             )
         return self._fleet
 

@@ -1,4 +1,4 @@
-"""A real vLLM in a fleet: what its HTTP clients see of a barrier, and of a lost register."""
+"""A real vLLM in a fleet: what its HTTP clients see of a barrier, a lost register and server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Fleet:
 def _flags(place: FolderPlace, name: str) -> list[str]:
     return [
         *("--fleet", "f", "--fleet-register", place.url, "--fleet-member", name),
-        *("--undecided-limit-s", "3", "--slots", "3"),
+        *("--undecided-limit-s", "3", "--max-age-s", "6", "--slots", "3"),
     ]
 
 
@@ -121,6 +121,19 @@ def test_a_barrier_changes_what_vllm_answers_and_an_unknown_decision_makes_it_an
             decided = third if _decided(client) == "COMMIT" else second
             until(lambda: _ask(fleet.vllm) == (200, str(decided)), "vLLM answers with what was")
             assert client.verify().verified
+
+
+def test_a_vllm_whose_server_is_frozen_answers_503_until_it_is_back(fleet: _Fleet) -> None:
+    until(lambda: _ask(fleet.vllm)[0] == 200, "vLLM answers", 120)
+    assert fleet.server.process is not None
+    fleet.server.process.send_signal(signal.SIGSTOP)
+    try:
+        until(lambda: _ask(fleet.vllm)[0] == 503, "nobody says that it may serve on")
+        status, refusal = fleet.vllm.request("/v1/completions", _BODY)
+        assert (status, "weightsync fleet status" in str(refusal)) == (503, True)
+    finally:
+        fleet.server.process.send_signal(signal.SIGCONT)
+    until(lambda: _ask(fleet.vllm)[0] == 200, "vLLM answers again")
 
 
 def _completed(vllm: VllmServer) -> tuple[list[Any], str]:

@@ -11,14 +11,16 @@ from tests.soak.fleet.fleet_record import COMMIT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tests.soak.fleet.fleet_record import Away, FleetRecord, SeenApply, Served
+    from tests.soak.fleet.fleet_record import FleetRecord, SeenApply, Served
 
 __all__ = ["Findings", "Patience", "judge"]
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a member that runs may serve what was left, seconds from the decision.
+    """How long a member may serve what was left, seconds from the decision.
+
+    Its engine is fenced in time also when its server is dead or stands still.
 
     Attributes:
         barrier_s: After a barrier that it was no member of: nobody of it ever may.
@@ -37,14 +39,11 @@ class Findings:
         undecided_served: A member served an older version than decided for too long.
         mixed_fleet_after_barrier: A member of a barrier served another version than decided.
         violations: A version was served that nobody had decided on yet.
-        unattended_s: The longest time for which an engine whose server was dead or stopped went on
-            with an older version than decided, beyond what its server may.
     """
 
     undecided_served: list[str] = field(default_factory=list)
     mixed_fleet_after_barrier: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-    unattended_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,12 @@ class _Leave:
     Attributes:
         since: Not before.
         until: Not after.
-        strict: Not after, had its server been there.
         why: What ended it.
         barrier: Whether that was a barrier of which it was a member.
     """
 
     since: float
     until: float
-    strict: float
     why: str
     barrier: bool
 
@@ -72,7 +69,7 @@ def judge(record: FleetRecord, patience: Patience) -> Findings:
     applies = [record.applies[number] for number in sorted(record.applies)]
     for run in record.served:
         leaves = [
-            _leave(run, since, number, applies, record.away.get(run.member, []), patience)
+            _leave(run, since, number, applies, patience)
             for since, number in _granted(run, record.first, applies)
         ]
         _judge_run(run, leaves, found)
@@ -101,31 +98,20 @@ def _leave(
     since: float,
     number: int,
     applies: Sequence[SeenApply],
-    away: Sequence[Away],
     patience: Patience,
 ) -> _Leave:
     """Return for how long what an apply has granted lasts: until a later COMMIT to another."""
-    ends = [_Leave(since, math.inf, math.inf, "", barrier=False)]
+    ends = [_Leave(since, math.inf, "", barrier=False)]
     for apply in applies:
         if apply.number <= number or apply.outcome != COMMIT or apply.target == run.content:
             continue
         by, why = apply.decisions[-1].by, f"{apply.kind} apply {apply.number}"
         if apply.kind == "barrier" and run.member in apply.members:
-            ends.append(_Leave(since, by, by, why, barrier=True))
+            ends.append(_Leave(since, by, why, barrier=True))
             continue
         limit_s = patience.barrier_s if apply.kind == "barrier" else patience.rolling_s
-        until = _with_its_server(by, limit_s, away)
-        ends.append(_Leave(since, until, by + limit_s, why, barrier=False))
+        ends.append(_Leave(since, by + limit_s, why, barrier=False))
     return min(ends, key=lambda one: one.until)
-
-
-def _with_its_server(by: float, limit_s: float, away: Iterable[Away]) -> float:
-    """Return when a limit is over that begins anew when the server of a member comes back."""
-    until = by + limit_s
-    for one in away:
-        if one.down < until and one.up > by:
-            until = max(until, one.up + limit_s)
-    return until
 
 
 def _judge_run(run: Served, leaves: list[_Leave], found: Findings) -> None:
@@ -139,11 +125,7 @@ def _judge_run(run: Served, leaves: list[_Leave], found: Findings) -> None:
             at = leave.since
         if at > end:
             return
-        if leave.until >= at:
-            # What is excused alone.
-            unattended_s = min(end, leave.until) - max(at, leave.strict)
-            found.unattended_s = max(found.unattended_s, unattended_s)
-            at = leave.until
+        at = max(at, leave.until)
         if at >= end:
             return
     _note(run, leaves, at, end, found)

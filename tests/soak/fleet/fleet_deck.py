@@ -36,9 +36,15 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "kill_trainers_server": ("the origin dies", (ORIGIN,), "server"),
     "cut_origins_store": ("the origin's link to the store is cut", (ORIGIN,), "store link"),
 }  # fmt: skip
-#: How long a fault lasts, seconds: short ones that are ridden out, and some beyond every limit.
+#: How long a fault lasts, seconds: short ones that are ridden out, and some beyond one limit.
 _SHORT_S, _LONG_S = (0.3, 2.5), (3.0, 9.0)
 _LONG = 0.4
+#: And some so long that the others decide meanwhile, and that whoever served on without their
+#: decision would do so beyond every limit and what is added for a busy machine.
+_BEYOND_S = (12.0, 16.0)
+_BEYOND = 1 / 6
+#: Between a host and the fleet's decisions; a fault of anything else outlasts no limit of these.
+_DECIDES = ("server", "etcd link")
 #: Where a member is struck in an apply, and a coordinator.
 _PHASES = ("fleet.prepare", "fleet.pause", "fleet.paused", "fleet.commit", "fleet.committed")
 _STEPS = (
@@ -65,11 +71,16 @@ class Stroke:
         self.card = card
         _, victims, self._what = KINDS[card.blow]
         self.victim = rng.choice(victims)
-        self.seconds = rng.uniform(*(_LONG_S if rng.random() < _LONG else _SHORT_S))
+        self.seconds = rng.uniform(*self._range(rng.random()))
         points = {"in_phase": _PHASES, "coordinator": _STEPS}
         found = next((p for end, p in points.items() if card.blow.endswith(end)), ("",))
         self.point = rng.choice(found)
         self.choice = rng.random()
+
+    def _range(self, chance: float) -> tuple[float, float]:
+        if chance < _BEYOND and self._what in _DECIDES and self.victim != ORIGIN:
+            return _BEYOND_S
+        return _LONG_S if chance < _LONG else _SHORT_S
 
     @property
     def takes(self) -> frozenset[str]:

@@ -171,9 +171,7 @@ class FleetFaults:
         member.arm(f"{stroke.point}=1*{action}")
         if ask:
             self._operator.asks = stroke.victim
-        alive = time.monotonic()
-        while member.hits() == before and alive < end and not self._over.is_set():
-            alive = time.monotonic()
+        while member.hits() == before and time.monotonic() < end and not self._over.is_set():
             time.sleep(_LOOK_S)
         member.arm("")
         if ask:
@@ -182,11 +180,9 @@ class FleetFaults:
         time.sleep(_LOOK_S)
         if member.hits() == before:
             return False
-        member.is_away(alive)
         time.sleep(stroke.seconds)
         if action == "stop":
             member.send(signal.SIGCONT)
-            member.is_back()
         else:
             member.server.kill()
             member.start()

@@ -1,14 +1,13 @@
-"""What was seen of a fleet, from outside: what was decided, what was served, which server was away.
+"""What was seen of a fleet, from outside: what was decided, and what was served.
 
 All times are of one monotonic clock, that of the process that looks.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-__all__ = ["Away", "FleetRecord", "SeenApply", "SeenDecision", "Served"]
+__all__ = ["FleetRecord", "SeenApply", "SeenDecision", "Served"]
 
 COMMIT, ABORT = "COMMIT", "ABORT"
 
@@ -87,19 +86,6 @@ class Served:
 
 
 @dataclass
-class Away:
-    """The server of a member was dead or stopped by a fault.
-
-    Attributes:
-        down: From when on.
-        up: Until when: it answered again.
-    """
-
-    down: float
-    up: float = math.inf
-
-
-@dataclass
 class FleetRecord:
     """All of it.
 
@@ -107,10 +93,8 @@ class FleetRecord:
         first: Content digest that engines start with.
         applies: By number.
         served: In the order in which each began.
-        away: By member, in order.
     """
 
     first: str
     applies: dict[int, SeenApply] = field(default_factory=dict)
     served: list[Served] = field(default_factory=list)
-    away: dict[str, list[Away]] = field(default_factory=dict)

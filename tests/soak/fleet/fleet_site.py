@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from tests.soak.fleet.fleet_record import Away
 from tests.soak.site import MemoryEngineProcess
 from tests.support.etcd import Etcd
 from tests.support.leftovers import Mark
@@ -53,26 +52,19 @@ class FleetServer:
         folder: Of its sockets and state; a short path.
         flags: More flags.
         variables: More environment variables.
-        away: When it was dead or stopped; is added to.
 
     Attributes:
         name: As given.
         server: The server.
         plan: Its failpoints' plan file.
-        away: As given.
         starts: How often it was started.
     """
 
     def __init__(
-        self,
-        name: str,
-        folder: Path,
-        flags: Sequence[str],
-        variables: Mapping[str, str],
-        away: list[Away],
+        self, name: str, folder: Path, flags: Sequence[str], variables: Mapping[str, str]
     ) -> None:
         folder.mkdir()
-        self.name, self.away, self.starts = name, away, 0
+        self.name, self.starts = name, 0
         self.plan = folder / "plan"
         self.server = WeightSyncServer(
             folder / "run",
@@ -102,34 +94,21 @@ class FleetServer:
             self.starts += 1
             try:
                 self.server.start()
-                break
+                return
             except RuntimeError:
                 if time.monotonic() > end:
                     raise
                 time.sleep(_AGAIN_S)
-        self.is_back()
-
-    def is_away(self, down: float | None = None) -> None:
-        """Take note that it is dead or stopped from now on, or from then."""
-        self.away.append(Away(time.monotonic() if down is None else down))
-
-    def is_back(self) -> None:
-        """Take note that it answers again."""
-        if self.away:
-            self.away[-1].up = min(self.away[-1].up, time.monotonic())
 
     def kill(self) -> None:
         """End it as a crash does."""
-        self.is_away()
         self.server.kill()
 
     def stop_for(self, seconds: float) -> None:
         """Let it stand still for so long."""
-        self.is_away()
         self.send(signal.SIGSTOP)
         time.sleep(seconds)
         self.send(signal.SIGCONT)
-        self.is_back()
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal."""
@@ -164,14 +143,13 @@ class Member(FleetServer):
         folder: Path,
         flags: Sequence[str],
         variables: Mapping[str, str],
-        away: list[Away],
         links: tuple[list[FaultProxy], FaultProxy],
     ) -> None:
         self.etcd_links, self.origin_link = links
         addresses = ",".join(link.address for link in self.etcd_links)
         register = f"etcd://{addresses}/{PREFIX}"
         fleet = ("--fleet", FLEET, "--fleet-register", register, "--fleet-member", name)
-        super().__init__(name, folder, [*_MEMBER, *fleet, *flags], variables, away)
+        super().__init__(name, folder, [*_MEMBER, *fleet, *flags], variables)
         self.server.run_dir.mkdir()
         self.engine = MemoryEngineProcess(self.server.run_dir)
 
@@ -182,7 +160,6 @@ class FleetSite:
     Args:
         folder: Of all files; a short path.
         etcd: The binary.
-        away: When servers were dead or stopped, by name.
 
     Attributes:
         etcd: Three members of etcd.
@@ -194,7 +171,7 @@ class FleetSite:
         members: By name.
     """
 
-    def __init__(self, folder: Path, etcd: str, away: dict[str, list[Away]]) -> None:
+    def __init__(self, folder: Path, etcd: str) -> None:
         self._stack = contextlib.ExitStack()
         self._links: list[FaultProxy] = []
         self.mark = Mark()
@@ -215,9 +192,7 @@ class FleetSite:
             return dict(store.environment(port))
 
         flags = ("--engine", "none", "--store", STORE, "--retain-versions", "100000")
-        self.origin = FleetServer(
-            ORIGIN, folder / "o", flags, variables(ORIGIN), away.setdefault(ORIGIN, [])
-        )
+        self.origin = FleetServer(ORIGIN, folder / "o", flags, variables(ORIGIN))
         self.members: dict[str, Member] = {}
         for name in MEMBERS:
             etcd_links = [self._link(address) for address in self.etcd.addresses]
@@ -227,9 +202,7 @@ class FleetSite:
             else:
                 links = etcd_links, self._link(self.origin.server.address)
                 follow, given = f"grpc://{links[1].address}", {}
-            self.members[name] = Member(
-                name, folder / name, ("--follow", follow), given, away.setdefault(name, []), links
-            )
+            self.members[name] = Member(name, folder / name, ("--follow", follow), given, links)
 
     @property
     def servers(self) -> list[FleetServer]:
@@ -251,7 +224,6 @@ class FleetSite:
         for one in self.servers:
             one.arm("")
             one.send(signal.SIGCONT)
-            one.is_back()
             if not one.pid:
                 one.start()
 

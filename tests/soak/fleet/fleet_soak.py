@@ -164,7 +164,6 @@ class FleetSoak:
             # A fault that began or ended meanwhile is seen by one of the three.
             if not one.pid and f"{one.name} server" not in self.injector.taken and not one.pid:
                 self.history.violate(f"the server of {one.name} ended by itself")
-                one.is_away()
                 one.start()
 
     def _show(self) -> None:
@@ -199,7 +198,7 @@ def soak_fleet(seconds: float, seed: int, work: Path) -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     record = FleetRecord(MemoryContents().digest(0))
     begun = time.monotonic()
-    site = FleetSite(folder, etcd, record.away)
+    site = FleetSite(folder, etcd)
     left: list[str] = []
     try:
         site.start()
@@ -247,7 +246,6 @@ def _report(soak: FleetSoak, seed: int, seconds: float, share: float) -> int:
         "looks": sum(one.answers for one in soak.engines),
         "calms": soak.calms,
         "compared": soak.end.compared,
-        "unattended_s": round(found.unattended_s, 1),
         "undecided_served": len(found.undecided_served),
         "mixed_fleet_after_barrier": len(found.mixed_fleet_after_barrier),
         "violations": len(violations),

@@ -134,3 +134,27 @@ async def test_a_pause_that_fences_asks_for_its_decision(tmp_path: Path) -> None
     await engine.resume("", 4, "1")
     assert (await engine.health()).open_apply is None
     assert engine.events == ["resume", "pause", "commit", "expire", "resume"]
+
+
+async def test_an_engine_whose_time_is_over_is_fenced_unless_it_waits_for_a_decision(
+    tmp_path: Path,
+) -> None:
+    engine = _pair(tmp_path)
+    await engine.resume("", 3, "")
+    apply = OpenApply("a1", 3, 4)
+    lease = await engine.pause(PauseSpec(on_expiry=OnExpiry.FENCE, apply=apply), 60)
+    await engine.call_workers("weightsync_commit", {"apply_id": "1", "version": 4})
+    await engine.serve_for(0)
+    await asyncio.sleep(0.05)
+    assert (await engine.health()).state is EngineState.PAUSED
+    # Nobody has said since that it may serve.
+    await engine.resume(lease.lease_id, 4, "1")
+    health = await engine.health()
+    assert health.state is EngineState.FENCED
+    assert "weightsync fleet status" in health.reason
+    await engine.serve_for(60)
+    await engine.resume("", 4, "1")
+    await engine.pause(PauseSpec(), 60)
+    await engine.serve_for(0.02)
+    await _until(engine, EngineState.FENCED)
+    assert engine.events[-1] == "overdue"

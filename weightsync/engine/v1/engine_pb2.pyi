@@ -664,12 +664,29 @@ class HealthRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SERVE_FOR_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Of any but the one that said hello last, and empty: the
+    call asks, and leaves the limit as it is.
+    """
+    @_builtins.property
+    def serve_for(self) -> _duration_pb2.Duration:
+        """The engine fences itself when so long has passed and no other call has moved this, because who
+        drives it may be gone while others decide what is to be served; 0 or less: now. Unset: there is
+        no such limit any more. Only where Hello tells the capability limits_serving; a bridge without
+        it serves on.
+        """
+
     def __init__(
         self,
+        *,
+        serve_for: _duration_pb2.Duration | None = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["serve_for", b"serve_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["serve_for", b"serve_for", "server_id", b"server_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

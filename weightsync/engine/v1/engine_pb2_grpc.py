@@ -161,7 +161,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
-        """Tells whether the engine is alive and what state it is in.
+        """Tells whether the engine is alive and what state it is in, and moves the limit of its serving.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,7 +57,7 @@ class EngineServiceStub:
     OfferCheckpoint: _grpc.UnaryUnaryMultiCallable[_engine_pb2.OfferCheckpointRequest, _engine_pb2.OfferCheckpointResponse]
     """Sends read-only descriptors of the engine's checkpoint files over the segment socket."""
     Health: _grpc.UnaryUnaryMultiCallable[_engine_pb2.HealthRequest, _engine_pb2.HealthResponse]
-    """Tells whether the engine is alive and what state it is in."""
+    """Tells whether the engine is alive and what state it is in, and moves the limit of its serving."""
     WatchUpdates: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchUpdatesRequest, _engine_pb2.WatchUpdatesResponse]
     """Names each update that has come whole over a transfer of vLLM's own and waits to become a
     version, for as long as the call lasts and no other server watches. Only where Hello tells the
@@ -96,7 +96,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     OfferCheckpoint: _aio.UnaryUnaryMultiCallable[_engine_pb2.OfferCheckpointRequest, _engine_pb2.OfferCheckpointResponse]  # type: ignore[assignment]
     """Sends read-only descriptors of the engine's checkpoint files over the segment socket."""
     Health: _aio.UnaryUnaryMultiCallable[_engine_pb2.HealthRequest, _engine_pb2.HealthResponse]  # type: ignore[assignment]
-    """Tells whether the engine is alive and what state it is in."""
+    """Tells whether the engine is alive and what state it is in, and moves the limit of its serving."""
     WatchUpdates: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchUpdatesRequest, _engine_pb2.WatchUpdatesResponse]  # type: ignore[assignment]
     """Names each update that has come whole over a transfer of vLLM's own and waits to become a
     version, for as long as the call lasts and no other server watches. Only where Hello tells the
@@ -186,7 +186,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.HealthRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.HealthResponse, _abc.Awaitable[_engine_pb2.HealthResponse]]:
-        """Tells whether the engine is alive and what state it is in."""
+        """Tells whether the engine is alive and what state it is in, and moves the limit of its serving."""
 
     @_abc_1.abstractmethod
     def WatchUpdates(

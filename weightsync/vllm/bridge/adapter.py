@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import secrets
 from typing import TYPE_CHECKING, Any
 
 from weightsync import failpoints
 from weightsync.engine import (
     BETWEEN_STEPS,
     EngineHealth,
-    EngineInfo,
     EngineState,
     Lease,
     OnExpiry,
@@ -22,22 +20,27 @@ from weightsync.engine import (
     SwitchOutcome,
 )
 from weightsync.engine.pause_lease import PauseLease
+from weightsync.engine.serve_limit import ServeLimit
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.checkpoint import offer_files
 from weightsync.vllm.bridge.device_turns import DeviceTurns
+from weightsync.vllm.bridge.engine_info import describe
 from weightsync.vllm.bridge.generation import GenerationControl
-from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text, node_count
+from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text
 from weightsync.vllm.bridge.received_updates import ReceivedUpdates
 from weightsync.vllm.bridge.shielded_tasks import ShieldedTasks
 from weightsync.vllm.bridge.sleep_guard import SleepGuard
 from weightsync.vllm.bridge.step_switch import SWITCH, Switching
-from weightsync.vllm.bridge.support import check_pause, config_refusals, safety_warnings
+from weightsync.vllm.bridge.support import check_pause
 from weightsync.vllm.bridge.worker_calls import COMMIT, TOUCH_WEIGHTS, WorkerCalls
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.worker_protocol import METHODS, UPDATE, rank_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from weightsync.engine import EngineInfo
+    from weightsync.vllm.answers.live_versions import LiveVersions
 
 __all__ = ["VllmEngine"]
 
@@ -53,7 +56,8 @@ class VllmEngine:
     It starts UNRECONCILED and paused, once `start` returned: weights that nobody has proved are
     never served. A pause is a lease: when it runs out, the engine resumes only if it was paused
     with RESUME and every rank tells the same proved version, and is fenced otherwise. It is fenced
-    as well when vLLM takes longer than a lease to stop or to start, until that call has returned.
+    as well when vLLM takes longer than a lease to stop or to start, until that call has returned,
+    and when the time is over for which its server has let it serve.
 
     Args:
         llm: vLLM's AsyncLLM.
@@ -62,13 +66,11 @@ class VllmEngine:
 
     Attributes:
         updates: What it receives over a transfer of vLLM's own.
-        live: The versions that it serves.
     """
 
     def __init__(self, llm: Any, vllm_version: str, kind: str) -> None:
         self._vllm = VllmCalls(llm)
-        config = self._vllm.config
-        ranks = rank_names(config.parallel_config)
+        ranks = rank_names(self._vllm.config.parallel_config)
         self._workers = WorkerCalls(self._vllm, ranks, self._check_call, self._give_up)
         self._sleep = SleepGuard(
             llm, self._workers.settle, self._stands, self._stop_behind, self._stop_unless_serving
@@ -76,14 +78,13 @@ class VllmEngine:
         self._state = EngineState.UNRECONCILED
         self._reason = "no weightsync-server has proved the weights of this engine yet"
         self._lease = PauseLease(self._on_expiry)
+        self._limit = ServeLimit(self._out_of_time)
         self._changes = asyncio.Lock()
         self._tasks = ShieldedTasks()
         self._generation = GenerationControl(self._vllm, self._end_fenced)
-        self.live = self._generation.live
         self._served = ""
         #: Whether what was started last is what vLLM itself has loaded, and nobody had proved.
         self._unproved = False
-        able = self._vllm.capabilities
         self._turns = DeviceTurns(self._device_in_use, self._workers.settle)
         self.updates = ReceivedUpdates(
             lambda args: self._tasks.run(self._workers.call(UPDATE, args)),
@@ -94,30 +95,25 @@ class VllmEngine:
         )
         # Where the verbs of vLLM's transfers find it.
         llm.weightsync_updates = self.updates
+        self._info = describe(self._vllm, vllm_version, kind, ranks)
+        possible = BETWEEN_STEPS in self._info.capabilities
         self._switching = Switching(
-            self._workers.call, self._generation, len(ranks), possible=BETWEEN_STEPS in able
+            self._workers.call, self._generation, len(ranks), possible=possible
         )
-        self._info = EngineInfo(
-            engine_id=secrets.token_hex(8),
-            vllm_version=vllm_version,
-            ranks=ranks,
-            capabilities=able,
-            refusals=config_refusals(config, self._vllm.cores),
-            state=self._state,
-            reason=self._reason,
-            model=str(config.model_config.model),
-            kind=kind,
-            warnings=safety_warnings(),
-            nodes=node_count(config),
-        )
+
+    @property
+    def live(self) -> LiveVersions:
+        """The versions that it serves."""
+        return self._generation.live
 
     async def start(self) -> None:
         """Pause the engine before anything can ask it for tokens."""
         await self._generation.first_stop()
 
     async def close(self) -> None:
-        """Stop the lease timer; vLLM itself is left as it is."""
+        """Stop the timers; vLLM itself is left as it is."""
         self._drop_lease()
+        self._limit.drop()
         self._generation.close()
         self._tasks.cancel()
 
@@ -144,6 +140,10 @@ class VllmEngine:
             self._sleep.asleep,
             open_apply=self._lease.open_apply,
         )
+
+    async def serve_for(self, seconds: float | None) -> None:
+        """Serve for so long; then, unless called again, be fenced. None: without a limit."""
+        self._limit.move(seconds)
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         """Return when generation stands still, under a lease of `lease_s` seconds.
@@ -321,7 +321,9 @@ class VllmEngine:
 
     async def _fence(self, reason: str) -> None:
         await failpoints.reach("bridge.fence")
-        reason = reason or "fenced by the server"
+        await self._end_serving(reason or "fenced by the server")
+
+    async def _end_serving(self, reason: str) -> None:
         # At once: a pause or resume under way may take its time, requests are refused from now on.
         self._set_fenced(reason)
         async with self._changes:
@@ -368,6 +370,14 @@ class VllmEngine:
         self._workers.committed = None
         self._state, self._unproved = EngineState.SERVING, not content_digest
         self._reason = "" if content_digest else "nobody has proved yet what vLLM has loaded"
+        if self._limit.over:
+            self._out_of_time()
+
+    def _out_of_time(self) -> None:
+        """Fence what would serve on; what waits for a decision is left to its lease."""
+        resumes = self._state is EngineState.PAUSED and self._lease.on_expiry is OnExpiry.RESUME
+        if resumes or self._state is EngineState.SERVING:
+            self._tasks.begin(self._end_serving(self._limit.reason))
 
     def _drop_lease(self) -> None:
         self._lease.drop()

@@ -26,6 +26,8 @@ from weightsync.wire.rpc_status import release_with_call, to_status
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from google.protobuf.duration_pb2 import Duration
+
     from weightsync.vllm.bridge.adapter import VllmEngine
 
 __all__ = ["MAX_ARGS_BYTES", "EngineServicer"]
@@ -130,12 +132,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         spec = PauseSpec(
             mode=request.mode or "keep",
             clear_cache=request.clear_cache,
-            wait_timeout_s=request.wait_timeout.ToTimedelta().total_seconds(),
+            wait_timeout_s=_seconds(request.wait_timeout),
             after_wait=request.after_wait or "keep",
             on_expiry=_on_expiry(request.on_expiry),
             apply=from_message(request.apply),
         )
-        lease = await self._engine.pause(spec, request.lease.ToTimedelta().total_seconds())
+        lease = await self._engine.pause(spec, _seconds(request.lease))
         await failpoints.reach("bridge.paused")
         return pb.PauseResponse(lease_id=lease.lease_id, mode=lease.mode)
 
@@ -144,7 +146,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Prolong a lease."""
         self._check_driver(request)
         await failpoints.reach("bridge.renew")
-        seconds = request.lease.ToTimedelta().total_seconds()
+        seconds = _seconds(request.lease)
         await self._engine.renew(request.lease_id, seconds)
         return pb.RenewLeaseResponse()
 
@@ -168,7 +170,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             version=request.version,
             content_digest=request.content_digest,
             base_digest=request.base_content_digest,
-            limit_s=request.limit.ToTimedelta().total_seconds(),
+            limit_s=_seconds(request.limit),
         )
         await failpoints.reach("bridge.switch")
         outcome = await self._engine.switch(order)
@@ -236,8 +238,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
-        """Tell whether the engine lives."""
-        del request, context
+        """Move the limit of the engine's serving, if its driver asks; tell whether it lives."""
+        if self._driver and request.server_id == self._driver:
+            limited = request.HasField("serve_for")
+            await self._engine.serve_for(_seconds(request.serve_for) if limited else None)
         health = await self._engine.health()
         return pb.HealthResponse(
             state=_STATES[health.state],
@@ -272,6 +276,10 @@ def _on_expiry(value: pb.OnExpiry.ValueType) -> OnExpiry:
             "sides",
         )
     return _ON_EXPIRY[value]
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToTimedelta().total_seconds()
 
 
 def _arguments(raw: bytes) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from weightsync.engine import (
     BETWEEN_STEPS,
     FENCES_ON_EXPIRY,
     LAYOUT_CHECK,
+    LIMITS_SERVING,
     READ_AHEAD,
     VERSION_LOADS,
     WEIGHT_UPDATES,
@@ -76,7 +77,7 @@ class VllmCalls:
     @property
     def capabilities(self) -> frozenset[str]:
         """What this release can do beyond the least that we need."""
-        found = {"cache_keep", FENCES_ON_EXPIRY, LAYOUT_CHECK}
+        found = {"cache_keep", FENCES_ON_EXPIRY, LAYOUT_CHECK, LIMITS_SERVING}
         if node_count(self.config) == 1:
             # What comes in, what loaders read, and what is handed out, is on this host alone.
             found |= {ATTACH, READ_AHEAD, VERSION_LOADS}

@@ -31,6 +31,10 @@ class ShieldedTasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def begin(self, work: Awaitable[object]) -> None:
+        """Begin work whose failure is logged, as nobody waits for it."""
+        self.start(work).add_done_callback(_log_failure)
+
     async def run(self, work: Awaitable[T]) -> T:
         """Return what the work returns; it goes on when the caller is cancelled."""
         task = self.start(work)

@@ -220,6 +220,12 @@ class BridgeEngine:
             open_apply=from_message(answer.open_apply),
         )
 
+    async def serve_for(self, seconds: float | None) -> None:
+        """Let the engine serve for so long; then, unless called again, it fences itself."""
+        limit = duration(seconds) if seconds is not None else None
+        request = pb.HealthRequest(serve_for=limit, server_id=self._id)
+        await self._call(self._stub.Health(request, timeout=_QUICK_S))
+
     async def close(self) -> None:
         """Close the connection; the engine goes on running."""
         await self._channel.close()

@@ -289,7 +289,7 @@ def _is_committed(directory: Path, record: CommitRecord) -> bool:
 def _fold(directory: Path, record: CommitRecord, manifest: Manifest) -> None:
     shards = shard_names(manifest)
     check_files(directory, record, shards)
-    body = (directory / MANIFEST).read_bytes()
+    body = _manifest_body(directory, manifest)
     # The names of the whole shards are durable before the record that needs them.
     durable_files.flush_directory(directory)
     failpoints.hit("delta.fold")
@@ -298,6 +298,15 @@ def _fold(directory: Path, record: CommitRecord, manifest: Manifest) -> None:
         failpoints.hit("delta.folded")
         # What cannot be removed is at the next start.
         remove_unnamed(directory, shards, partial=False)
+
+
+def _manifest_body(directory: Path, manifest: Manifest) -> bytes:
+    """Return the manifest as it is stored; one that is damaged there is written anew."""
+    try:
+        read_manifest(directory, MANIFEST)
+        return (directory / MANIFEST).read_bytes()
+    except (FileNotFoundError, ValueError):
+        return write_manifests(directory, manifest, None)[0]
 
 
 def _tidy(directory: Path) -> None:

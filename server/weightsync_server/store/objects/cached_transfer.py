@@ -66,7 +66,7 @@ def download_cached(
         finally:
             for task in tasks:
                 task.cancel()
-    return CacheOutcome(counts[True], counts[False], counts[None])
+    return CacheOutcome(counts[True], counts[False], counts[None], cached.away)
 
 
 def _piece(cached: _CachedShard, stored: StoredShard, index: int) -> bool | None:
@@ -78,7 +78,11 @@ def _piece(cached: _CachedShard, stored: StoredShard, index: int) -> bool | None
 
 
 class _CachedShard:
-    """One shard in a cache, which is asked no more once it has failed or lied."""
+    """One shard in a cache, which is asked no more once it has failed or lied.
+
+    Attributes:
+        away: It did not answer.
+    """
 
     def __init__(self, url: str, pieces: PieceDigests, view: memoryview) -> None:
         root, _, self._key = url.rpartition("/")
@@ -86,7 +90,7 @@ class _CachedShard:
         self._store = store.HTTPStore.from_url(root, client_options=client, retry_config=_RETRIES)
         self._pieces = pieces
         self._view = view
-        self._failed = False
+        self._failed = self.away = False
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Return where a piece begins and ends."""
@@ -99,8 +103,10 @@ class _CachedShard:
             return None
         try:
             right = self._digest(*self.bounds(index)) == self._pieces[index]
-        except (*ABSENT, exceptions.BaseError, ValueError):
+        except (*ABSENT, ValueError):
             right = None
+        except exceptions.BaseError:
+            right, self.away = None, True
         self._failed = self._failed or not right
         return right
 

@@ -38,6 +38,11 @@ class PieceDigests:
         pieces, rest = divmod(len(self.digests), DIGEST_BYTES)
         return not rest and self.piece_bytes > 0 and pieces == -(-size // self.piece_bytes)
 
+    @property
+    def count(self) -> int:
+        """How many pieces there are."""
+        return len(self.digests) // DIGEST_BYTES
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
         return {"piece_bytes": self.piece_bytes, "blake3": self.digests.hex()}
@@ -59,14 +64,16 @@ class PieceDigests:
 
 
 class CacheOutcome(NamedTuple):
-    """How many pieces of a shard a cache gave.
+    """How many pieces of a shard a cache gave, and whether it is worth being asked again.
 
     Attributes:
         right: As they were put.
         wrong: With other bytes; they were read from the store.
         missing: Not at all; neither were those that were not asked for after the first failure.
+        away: It did not answer, or not in time: asking it for the next shard takes as long.
     """
 
     right: int
     wrong: int
     missing: int
+    away: bool = False

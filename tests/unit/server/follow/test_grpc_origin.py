@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -10,14 +12,13 @@ import pytest
 
 from tests.unit.server.deltas.pushing import push_chain, push_delta, sparse_history, until
 from tests.unit.server.follow.conftest import following
-from tests.unit.server.world import content, simple
+from tests.unit.server.world import MODEL, content, simple
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.keepalive import SERVER_KEEPALIVE
 from weightsync_server.rpc import WeightSyncServicer, add_service
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from tests.unit.server.world import World
 
@@ -112,6 +113,19 @@ async def test_a_stream_that_was_cut_goes_on_where_it_was(origin: World, tmp_pat
         assert not first.HasField("shard")
         assert [(request.shard, request.offset) for request in later][:1] == [(0, 3 << 20)]
         assert all(request.HasField("shard") for request in later)
+
+
+async def test_what_is_damaged_here_comes_again(origin: World, tmp_path: Path) -> None:
+    shards = simple(1)
+    await origin.push(shards, 1)
+    async with served(origin) as (url, _):
+        async with following(tmp_path / "b", url) as there:
+            await until(lambda: there.has(1, content(shards)))
+            file = Path(there.here.model.store.shard_path(MODEL, 1, 0) or "")
+        await asyncio.to_thread(file.write_bytes, bytes(len(shards[0].data)))
+        async with following(tmp_path / "b", url) as there:
+            await until(lambda: file.read_bytes() == shards[0].data)
+            assert there.here.read(1) == [shard.data for shard in shards]
 
 
 async def test_a_long_chain_comes_in_full(origin: World, tmp_path: Path) -> None:

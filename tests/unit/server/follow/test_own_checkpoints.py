@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.unit.server.deltas.pushing import push_delta, sparse_history, until
 from tests.unit.server.follow.conftest import following
-from tests.unit.server.world import begin, content, make_shard, simple, world
+from tests.unit.server.world import MODEL, Threads, begin, content, make_shard, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.catalog.local_numbers import local_number
+from weightsync_server.follow.follow_metrics import FollowMetrics
+from weightsync_server.follow.follower import Follower
+from weightsync_server.follow.store_origin import StoreOrigin
+from weightsync_server.ops.metrics import Metrics
+from weightsync_server.residency import adoption
+from weightsync_server.store import open_reader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,9 +132,10 @@ async def test_content_whose_number_means_other_content_here_stays_local(
         assert there.has(1, content(simple(2)))
 
 
-async def test_a_number_that_is_coming_in_is_waited_for(
-    origin: World, tmp_path: Path, offered: Offered
+async def test_a_number_that_does_not_come_in_is_waited_for_no_longer_than_it_may(
+    origin: World, tmp_path: Path, offered: Offered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(adoption, "_ARRIVAL_WAIT_S", 0.1)
     await origin.push(simple(1), 1)
     async with following(tmp_path / "b", f"file://{tmp_path}/nothing") as there:
         found = (await origin.model.store.committed("m"))[0]  # type: ignore[attr-defined]  # of a folder
@@ -141,6 +149,51 @@ async def test_a_number_that_is_coming_in_is_waited_for(
             await there.here.model.adoption.adopt(offered(simple(1)), 0)
         assert caught.value.reason is Reason.PUSH_ABORTED
         assert begun.version == 1
+
+
+async def test_a_checkpoint_that_is_being_fetched_is_that_version(
+    origin: World, tmp_path: Path, offered: Offered
+) -> None:
+    fetchers = Threads()
+    fetchers.gate = asyncio.Event()
+    await origin.push(simple(1), 1)
+    async with following(tmp_path / "b", origin.model.store.url, fetchers=fetchers) as there:
+        await until(lambda: bool(there.here.pushes.status()))
+        adopting = asyncio.create_task(there.here.model.adoption.adopt(offered(simple(1)), 0))
+        await asyncio.sleep(0.2)
+        assert not adopting.done()
+        fetchers.gate.set()
+        record = await adopting
+        assert record is there.here.model.table.get(1)
+        assert there.here.read(1) == [shard.data for shard in simple(1)]
+        assert there.metric("weightsync_follow_failures_total") == 0
+
+
+async def test_a_version_that_a_checkpoint_becomes_is_not_fetched(
+    origin: World, tmp_path: Path, offered: Offered, caplog: pytest.LogCaptureFixture
+) -> None:
+    fetchers = Threads()
+    fetchers.gate = asyncio.Event()
+    await origin.push(simple(1), 1)
+    async with world(tmp_path / "b", fetchers=fetchers) as here:
+        metrics = Metrics(MODEL)
+        source = StoreOrigin(open_reader(origin.model.store.url), MODEL, 0.02, here.meters)
+        follower = Follower(source, here.model, here.pushes, FollowMetrics(metrics))
+        here.model.adoption.origin = follower
+        adopting = asyncio.create_task(here.model.adoption.adopt(offered(simple(1)), 0))
+        await until(lambda: here.model.table.find(1) is not None)
+        follower.start()
+        await asyncio.sleep(0.2)
+        fetchers.gate.set()
+        record = await adopting
+        assert record.version == 1
+        assert record.commit is not None
+        assert record.commit.adopted
+        await origin.push(simple(2), 2)
+        await until(lambda: here.model.table.newest == 2)
+        await follower.stop()
+        assert "is not followed for now" not in caplog.text
+        assert here.meters.pushes == {"committed": 1}
 
 
 async def test_updates_of_a_trainer_at_the_engine_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support.xxh3_forgery import BLOCK, forge_block
 from tests.unit.server.deltas.pushing import push_delta, sparse_history, until
 from tests.unit.server.follow.conftest import following
 from tests.unit.server.world import World, content, real_fetchers, simple, world
+from weightsync import clock
 from weightsync.model.digest import tensor_digest
 from weightsync_server.store import open_reader, open_store
 from weightsync_server.store.objects import shard_transfer
@@ -56,7 +58,7 @@ async def test_shards_come_from_the_cache_also_those_of_deltas(
         await push_delta(pushed, versions[0], versions[1], 2)
         await until(lambda: there.has(2))
         assert there.here.read(2) == [shard.data for shard in versions[1]]
-        assert there.metric("weightsync_follow_fetched_total", form="delta") == 1
+        await until(lambda: there.metric("weightsync_follow_fetched_total", form="delta") == 1)
         asked = {path.rsplit("/", 2)[1] for path in cache.asked}
         assert asked == {"shards"}
         right = there.metric("weightsync_follow_cache_pieces_total", outcome="right")
@@ -94,6 +96,41 @@ async def test_weights_with_the_same_xxh3_are_not_taken_for_those_that_were_push
         wrong = there.metric("weightsync_follow_cache_pieces_total", outcome="wrong")
         assert wrong == len(shards)
         assert "the cache gave other bytes than were put" in caplog.text
+
+
+async def test_a_cache_that_does_not_answer_is_left_alone_for_a_while(
+    pushed: World,
+    cache: UnaskedCache,
+    bucket: str,
+    tmp_path: Path,
+    fetchers: FetcherPool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def hang_up(_: bytes) -> bytes:
+        raise ConnectionError
+
+    cache.change = hang_up
+    await pushed.push(simple(1), 1)
+    async with following(
+        tmp_path / "b", bucket, fetchers=fetchers, cache=cache.url(bucket)
+    ) as there:
+        await until(lambda: there.has(1))
+        asked = len(cache.asked)
+        assert asked
+        cache.change = lambda data: data
+        await pushed.push(simple(2), 2)
+        await until(lambda: there.has(2))
+        assert len(cache.asked) == asked
+        missing = there.metric("weightsync_follow_cache_pieces_total", outcome="missing")
+        assert missing == 2 * len(simple(1))
+        assert caplog.text.count("the cache does not answer") == 1
+        later = time.monotonic
+        monkeypatch.setattr(clock, "monotonic", lambda: later() + 31)
+        await pushed.push(simple(3), 3)
+        await until(lambda: there.has(3))
+        right = there.metric("weightsync_follow_cache_pieces_total", outcome="right")
+        assert right == len(cache.asked) - asked == len(simple(3))
 
 
 async def test_what_has_no_digests_of_pieces_is_not_read_through_a_cache(

@@ -118,7 +118,7 @@ async def test_members_of_another_boot_and_long_gone_ones_are_removed(
         assert ("members/dead" in await register.list("")) == (passed < 1000)
         assert (tmp_path / "members" / "members+dead").exists() == there
     # It was only stopped: the next renewal puts it there again.
-    await dead._renew()
+    await dead.renew()
     assert await register.list("") == {"members/dead": b"1"}
     for member in (living, dead):
         await member.close()
