@@ -29,6 +29,7 @@ from weightsync_client.errors import (
 from weightsync_client.options import (
     ApplyOptions,
     EngineChoices,
+    FleetApplyOptions,
     FleetChoices,
     PauseChoices,
     PushOptions,
@@ -110,6 +111,7 @@ __all__ = [
     "EngineStatus",
     "ExhaustedError",
     "Fallback",
+    "FleetApplyOptions",
     "FleetChoices",
     "FleetMemberReport",
     "FleetMemberStatus",

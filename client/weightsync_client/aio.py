@@ -29,6 +29,7 @@ from weightsync_client.errors import (
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
+    FleetApplyOptions,
     FleetChoices,
     PushOptions,
     Retry,
@@ -222,9 +223,11 @@ class AsyncClient:
             calls.rollback(await self.model(), reason, options, self._link.timeouts)
         )
 
-    async def fleet_apply(self, version: int, **options: Unpack[FleetChoices]) -> types.FleetReport:
+    async def fleet_apply(
+        self, version: int, **options: Unpack[FleetApplyOptions]
+    ) -> types.FleetReport:
         """Make a version live on every member of the server's fleet, or on none."""
-        check_options("fleet_apply", options, FleetChoices)
+        check_options("fleet_apply", options, FleetApplyOptions)
         timeouts = self._link.timeouts
         return await self._insist(
             fleet_calls.fleet_apply(await self.model(), version, options, timeouts)
@@ -239,6 +242,11 @@ class AsyncClient:
         return await self._insist(
             fleet_calls.fleet_rollback(await self.model(), reason, options, timeouts)
         )
+
+    async def fleet_abort(self, reason: str = "") -> types.FleetReport | None:
+        """End the apply or rollback of the fleet that runs; None: none does."""
+        timeouts = self._link.timeouts
+        return await self._invoke(fleet_calls.fleet_abort(await self.model(), reason, timeouts))
 
     async def fleet_status(self) -> types.FleetStatus:
         """Tell what the server's fleet has decided, and where its members are."""

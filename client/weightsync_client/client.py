@@ -30,6 +30,7 @@ from weightsync_client.options import (
     DEFAULT_ADDRESS,
     SHARD_BYTES,
     ApplyOptions,
+    FleetApplyOptions,
     FleetChoices,
     PushOptions,
     Retry,
@@ -253,14 +254,14 @@ class Client:
         check_options("rollback", options, RollbackOptions)
         return self._insist(calls.rollback(self.model, reason, options, self._link.timeouts))
 
-    def fleet_apply(self, version: int, **options: Unpack[FleetChoices]) -> types.FleetReport:
+    def fleet_apply(self, version: int, **options: Unpack[FleetApplyOptions]) -> types.FleetReport:
         """Make a version live on every member of the server's fleet, by one decision, or on none.
 
         Args:
             version: Its number.
-            **options: See `FleetChoices`.
+            **options: See `FleetApplyOptions`.
         """
-        check_options("fleet_apply", options, FleetChoices)
+        check_options("fleet_apply", options, FleetApplyOptions)
         timeouts = self._link.timeouts
         return self._insist(fleet_calls.fleet_apply(self.model, version, options, timeouts))
 
@@ -271,6 +272,16 @@ class Client:
         check_options("fleet_rollback", options, FleetChoices)
         timeouts = self._link.timeouts
         return self._insist(fleet_calls.fleet_rollback(self.model, reason, options, timeouts))
+
+    def fleet_abort(self, reason: str = "") -> types.FleetReport | None:
+        """End the apply or rollback of the fleet that runs; None: none does.
+
+        What was decided first stays decided, so that the report may say COMMIT.
+
+        Args:
+            reason: Why, for logs and status.
+        """
+        return self._invoke(fleet_calls.fleet_abort(self.model, reason, self._link.timeouts))
 
     def fleet_status(self) -> types.FleetStatus:
         """Tell what the server's fleet has decided, and where its members are."""

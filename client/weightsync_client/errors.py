@@ -180,6 +180,7 @@ _ACTIONS: Mapping[str, str] = MappingProxyType(
         "VerifyVersion": "the verification",
         "GetStatus": "the query for the status",
         "GetFleetStatus": "the query for the state of the fleet",
+        "AbortFleetApply": "the abort of the fleet's apply",
         "Check": "the health check",
     }
 )

@@ -50,6 +50,8 @@ class FleetReport:
         decisions: How many were made.
         decisions_needed: How many it takes: one a wave, and one more of a rolling apply.
         members: Every member of it, in the order of their names.
+        rollback_reason: Why a rollback was asked for; empty: it is none, or its caller did not say.
+        fenced_others: Members that are fenced now and no part of it, in the order of their names.
     """
 
     apply: int
@@ -61,6 +63,8 @@ class FleetReport:
     decisions: int
     decisions_needed: int
     members: tuple[FleetMemberReport, ...]
+    rollback_reason: str = ""
+    fenced_others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class FleetMemberStatus:
         release: Of its server; empty: one that does not say.
         older: It is of an older release than the member that answers: plans that only newer ones
             can read, it refuses.
+        reason: Why it serves nothing, where it is fenced: one sentence, cut after 200 bytes.
     """
 
     name: str
@@ -85,6 +90,7 @@ class FleetMemberStatus:
     state: str
     release: str = ""
     older: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

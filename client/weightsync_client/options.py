@@ -216,6 +216,17 @@ class FleetChoices(PauseChoices, total=False):
     max_unavailable: int
 
 
+class FleetApplyOptions(FleetChoices, total=False):
+    """Keyword options of `fleet_apply`, besides those of `FleetChoices`.
+
+    Attributes:
+        clear_rejected: True: content that a rollback of the fleet rejected is accepted again, on
+            every member, if this is committed; needs the admin role.
+    """
+
+    clear_rejected: bool
+
+
 class ApplyOptions(PauseChoices, EngineChoices, total=False):
     """Keyword options of `apply`, besides those of `PauseChoices` and `EngineChoices`.
 

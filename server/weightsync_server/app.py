@@ -230,7 +230,7 @@ class App:
         if follower := await start_follower(follow_options(settings), model, pushes, metrics):
             stack.push_async_callback(follower.stop)
             if fleet is not None:
-                fleet.host.on_missing = follower.look
+                fleet.host.source = follower
         if fleet is not None:
             # What its engines begin to serve is said by its fleet.
             await fleet.host.begin()

@@ -21,7 +21,7 @@ from tests.support.fleet_registers import place_of
 from tests.support.fleet_servers import FleetServers, all_serve, live, push
 from tests.support.following import until
 from weightsync.errors import Reason
-from weightsync_client import AsyncClient, ClientError, FleetOrder
+from weightsync_client import AsyncClient, Client, ClientError, FleetOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +45,11 @@ async def again(address: str, version: int) -> int:
         report = await client.fleet_apply(version, order="barrier")
         assert report.decision == "COMMIT"
         return (await client.fleet_status()).decided_version
+
+
+def _runs(client: Client) -> bool:
+    newest = client.fleet_status().newest
+    return newest is not None and not newest.decision
 
 
 def run_in_terminal(fleet: FleetServers, name: str, *arguments: str) -> tuple[str, str]:
@@ -127,8 +132,9 @@ def test_barrier_rolling_and_rollback(fleet: FleetServers, tmp_path: Path) -> No
         assert fleet.servers["a"].metric("weightsync_fleet_undecided") == 0
         assert fleet.servers["a"].metric("weightsync_fleet_decision_age_seconds") > 0
 
-        report = clients["a"].fleet_rollback(order="barrier")
-        assert report.version == third
+        report = clients["a"].fleet_rollback("bad answers", order="barrier")
+        assert (report.version, report.rollback_reason) == (third, "bad answers")
+        assert "a rollback because: bad answers" in run(fleet, "c", "fleet", "status")
         assert asyncio.run(again(fleet.servers["c"].address, third)) == third
         assert {live(client) for client in clients.values()} == {third}
         for client in clients.values():
@@ -139,6 +145,22 @@ def test_barrier_rolling_and_rollback(fleet: FleetServers, tmp_path: Path) -> No
         with pytest.raises(ClientError) as caught:
             clients["a"].fleet_apply(fourth)
         assert caught.value.reason is Reason.VERSION_REJECTED
+        text = run(fleet, "b", "fleet", "apply", str(fourth), "--clear-rejected")
+        assert "COMMIT" in text
+        assert {live(client) for client in clients.values()} == {fourth}
+        assert clients["c"].get_version(fourth).serving != "rejected"
+
+        assert "no apply of the fleet runs" in run(fleet, "b", "fleet", "abort")
+        fifth = push(clients["a"], 5)
+        plan.write_text("fleet.prepare=1*sleep(4)")
+        with ThreadPoolExecutor(1) as pool:
+            applying = pool.submit(clients["a"].fleet_apply, fifth, order="barrier")
+            until(lambda: _runs(clients["c"]), "it runs")
+            text = run(fleet, "b", "fleet", "abort", "--reason", "the wrong one")
+            assert "ABORT (it was ended by a call: the wrong one)" in text
+            with pytest.raises(ClientError, match="the wrong one"):
+                applying.result()
+        assert clients["c"].fleet_rollback(order="barrier").decision == "COMMIT"
 
 
 def test_one_that_was_away_goes_to_what_was_decided(fleet: FleetServers) -> None:

@@ -86,8 +86,13 @@ class FileHost:
     async def fence(self, reason: str) -> None:
         self._change("fence", serving=False, reason=reason)
 
-    async def reject(self, digest: str) -> None:
-        self._change("reject", rejected=[*self._read()["rejected"], digest])
+    async def reject(self, digest: str, reason: str = "") -> None:
+        rejected = [*self._read()["rejected"], digest]
+        self._change("reject", rejected=rejected, rejected_reason=reason)
+
+    async def accept(self, digest: str) -> None:
+        kept = [one for one in self._read()["rejected"] if one != digest]
+        self._change("accept", rejected=kept)
 
     def live(self) -> FleetVersion | None:
         live = self._read()["live"]
@@ -102,6 +107,10 @@ class FileHost:
     @property
     def rejected(self) -> list[str]:
         return list(self._read()["rejected"])
+
+    @property
+    def rejected_reason(self) -> str:
+        return str(self._read()["rejected_reason"])
 
     @property
     def log(self) -> list[tuple[str, int]]:

@@ -1966,6 +1966,8 @@ class FleetReport(_message.Message):
     DECISIONS_FIELD_NUMBER: _builtins.int
     DECISIONS_NEEDED_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    ROLLBACK_REASON_FIELD_NUMBER: _builtins.int
+    FENCED_OTHERS_FIELD_NUMBER: _builtins.int
     apply: _builtins.int
     """Number of the apply in the fleet; 0: there was none yet."""
     version: _builtins.int
@@ -1982,9 +1984,15 @@ class FleetReport(_message.Message):
     """Decisions that were made, of how many: a rolling apply takes one a wave, and one more."""
     decisions_needed: _builtins.int
     """How many it takes."""
+    rollback_reason: _builtins.str
+    """Why a rollback was asked for; empty: it is none, or its caller did not say."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetMemberReport]:
         """Every member of it, in the order of their names."""
+
+    @_builtins.property
+    def fenced_others(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Members that are fenced now and no part of it, in the order of their names."""
 
     def __init__(
         self,
@@ -1998,10 +2006,12 @@ class FleetReport(_message.Message):
         decisions: _builtins.int = ...,
         decisions_needed: _builtins.int = ...,
         members: _abc.Iterable[Global___FleetMemberReport] | None = ...,
+        rollback_reason: _builtins.str = ...,
+        fenced_others: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "content_digest", b"content_digest", "decision", b"decision", "decisions", b"decisions", "decisions_needed", b"decisions_needed", "members", b"members", "order", b"order", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "content_digest", b"content_digest", "decision", b"decision", "decisions", b"decisions", "decisions_needed", b"decisions_needed", "fenced_others", b"fenced_others", "members", b"members", "order", b"order", "reason", b"reason", "rollback_reason", b"rollback_reason", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2855,6 +2865,56 @@ class GetFleetStatusRequest(_message.Message):
 Global___GetFleetStatusRequest: _TypeAlias = GetFleetStatusRequest  # noqa: Y015
 
 @_typing.final
+class AbortFleetApplyRequest(_message.Message):
+    """Asks for the end of the apply that runs in a fleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name; empty: any."""
+    reason: _builtins.str
+    """Why, for logs and status. At most 1024 bytes."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortFleetApplyRequest: _TypeAlias = AbortFleetApplyRequest  # noqa: Y015
+
+@_typing.final
+class AbortFleetApplyResponse(_message.Message):
+    """What became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FLEET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def fleet(self) -> Global___FleetReport:
+        """The apply that ran when this was asked, with what was decided; not set: none ran."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Global___FleetReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortFleetApplyResponse: _TypeAlias = AbortFleetApplyResponse  # noqa: Y015
+
+@_typing.final
 class FleetMember(_message.Message):
     """A member of a fleet, as it says in the register."""
 
@@ -2867,6 +2927,7 @@ class FleetMember(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     OLDER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     address: _builtins.str
@@ -2883,6 +2944,8 @@ class FleetMember(_message.Message):
     """It is of an older release than the member that answers: what only newer ones can read, it
     refuses.
     """
+    reason: _builtins.str
+    """Why it serves nothing, where it is fenced: one sentence, cut after 200 bytes."""
     def __init__(
         self,
         *,
@@ -2893,10 +2956,11 @@ class FleetMember(_message.Message):
         state: _builtins.str = ...,
         release: _builtins.str = ...,
         older: _builtins.bool = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "content_digest", b"content_digest", "live_version", b"live_version", "name", b"name", "older", b"older", "release", b"release", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "content_digest", b"content_digest", "live_version", b"live_version", "name", b"name", "older", b"older", "reason", b"reason", "release", b"release", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

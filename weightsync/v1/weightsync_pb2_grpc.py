@@ -120,6 +120,11 @@ class WeightSyncStub:
                 request_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusRequest.SerializeToString,
                 response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusResponse.FromString,
                 _registered_method=True)
+        self.AbortFleetApply = channel.unary_unary(
+                '/weightsync.v1.WeightSync/AbortFleetApply',
+                request_serializer=weightsync_dot_v1_dot_weightsync__pb2.AbortFleetApplyRequest.SerializeToString,
+                response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.AbortFleetApplyResponse.FromString,
+                _registered_method=True)
 
 
 class WeightSyncServicer:
@@ -251,6 +256,14 @@ class WeightSyncServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AbortFleetApply(self, request, context):
+        """Tries to decide against the apply or rollback that runs in the fleet; what was decided first
+        stays decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightSyncServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -338,6 +351,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.GetFleetStatus,
                     request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusRequest.FromString,
                     response_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusResponse.SerializeToString,
+            ),
+            'AbortFleetApply': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortFleetApply,
+                    request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.AbortFleetApplyRequest.FromString,
+                    response_serializer=weightsync_dot_v1_dot_weightsync__pb2.AbortFleetApplyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -800,6 +818,33 @@ class WeightSync:
             '/weightsync.v1.WeightSync/GetFleetStatus',
             weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusRequest.SerializeToString,
             weightsync_dot_v1_dot_weightsync__pb2.GetFleetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortFleetApply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightsync.v1.WeightSync/AbortFleetApply',
+            weightsync_dot_v1_dot_weightsync__pb2.AbortFleetApplyRequest.SerializeToString,
+            weightsync_dot_v1_dot_weightsync__pb2.AbortFleetApplyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -96,6 +96,10 @@ class WeightSyncStub:
     """Tells the state of the server, engine, ranks, slots, pushes and invariants."""
     GetFleetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetFleetStatusRequest, _weightsync_pb2.GetFleetStatusResponse]
     """Tells what the fleet that this server is a member of has decided, and where its members are."""
+    AbortFleetApply: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AbortFleetApplyRequest, _weightsync_pb2.AbortFleetApplyResponse]
+    """Tries to decide against the apply or rollback that runs in the fleet; what was decided first
+    stays decided.
+    """
 
 @_typing.type_check_only
 class WeightSyncAsyncStub(WeightSyncStub):
@@ -147,6 +151,10 @@ class WeightSyncAsyncStub(WeightSyncStub):
     """Tells the state of the server, engine, ranks, slots, pushes and invariants."""
     GetFleetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetFleetStatusRequest, _weightsync_pb2.GetFleetStatusResponse]  # type: ignore[assignment]
     """Tells what the fleet that this server is a member of has decided, and where its members are."""
+    AbortFleetApply: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AbortFleetApplyRequest, _weightsync_pb2.AbortFleetApplyResponse]  # type: ignore[assignment]
+    """Tries to decide against the apply or rollback that runs in the fleet; what was decided first
+    stays decided.
+    """
 
 class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
     """Moves a trainer's new weights into running generators."""
@@ -297,5 +305,15 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetFleetStatusResponse, _abc.Awaitable[_weightsync_pb2.GetFleetStatusResponse]]:
         """Tells what the fleet that this server is a member of has decided, and where its members are."""
+
+    @_abc_1.abstractmethod
+    def AbortFleetApply(
+        self,
+        request: _weightsync_pb2.AbortFleetApplyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weightsync_pb2.AbortFleetApplyResponse, _abc.Awaitable[_weightsync_pb2.AbortFleetApplyResponse]]:
+        """Tries to decide against the apply or rollback that runs in the fleet; what was decided first
+        stays decided.
+        """
 
 def add_WeightSyncServicer_to_server(servicer: WeightSyncServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

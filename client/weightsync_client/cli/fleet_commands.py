@@ -1,4 +1,4 @@
-"""Commands about a whole fleet: status, members, apply, rollback."""
+"""Commands about a whole fleet: status, members, apply, rollback, abort."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightsync_client.cli.cli_options import (
     set_pause,
 )
 from weightsync_client.cli.fleet_progress import fleet_progress
-from weightsync_client.options import DEFAULT_ADDRESS, FleetChoices
+from weightsync_client.options import DEFAULT_ADDRESS, FleetApplyOptions, FleetChoices
 
 __all__ = ["fleet"]
 
@@ -82,6 +82,10 @@ def members(*, address: Address = DEFAULT_ADDRESS, model: Model = None, json: Js
 def apply(
     version: Annotated[int, typer.Argument(min=1, max=MAX_VERSION, help="Version.")],
     *,
+    clear_rejected: Annotated[
+        bool,
+        typer.Option("--clear-rejected", help="Have all members accept a rejected version again."),
+    ] = False,
     order: _Order = "rolling",
     max_unavailable: _MaxUnavailable = 0,
     pause: Pause = None,
@@ -95,7 +99,8 @@ def apply(
     json: Json = False,
 ) -> None:
     """Make a version live on every member, or on none; a terminal shows how far it is."""
-    choices = _choices(order, max_unavailable, timeout)
+    asked = _choices(order, max_unavailable, timeout)
+    choices = FleetApplyOptions(**asked, clear_rejected=clear_rejected)
     set_pause(choices, pause, cache, wait_timeout, after_wait, key)
     with connect(address, model) as client, fleet_progress(client):
         report = client.fleet_apply(version, **choices)
@@ -126,6 +131,25 @@ def rollback(
     render.show_json(report) if json else _show_report(report)
 
 
+@fleet.command()
+def abort(
+    *,
+    reason: Annotated[str, typer.Option(help="Why, for logs and status.")] = "",
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    json: Json = False,
+) -> None:
+    """End the apply or rollback that runs; what was decided before this stays decided."""
+    with connect(address, model) as client:
+        report = client.fleet_abort(reason)
+    if json:
+        render.show_json(report)
+    elif report is None:
+        typer.echo("no apply of the fleet runs, so that none was ended; see `fleet status`")
+    else:
+        _show_report(report)
+
+
 def _choices(order: str, max_unavailable: int, timeout: float | None) -> FleetChoices:
     choices = FleetChoices(order=order)
     if max_unavailable:
@@ -138,16 +162,19 @@ def _choices(order: str, max_unavailable: int, timeout: float | None) -> FleetCh
 def _show_report(report: types.FleetReport) -> None:
     done = sum(one.done for one in report.members)
     why = f" ({report.reason})" if report.reason else ""
+    asked = f", a rollback because: {report.rollback_reason}" if report.rollback_reason else ""
     typer.echo(
         f"apply {report.apply}, {report.order}: {report.decision or 'not decided'}{why}, version "
         f"{report.version}, {report.decisions} of {report.decisions_needed} decisions, live on "
-        f"{done} of {len(report.members)} members"
+        f"{done} of {len(report.members) + len(report.fenced_others)} members{asked}"
     )
     for one in report.members:
         if not one.done or one.reason:
             far = "still" if one.ready else "prepared" if one.prepared else "not prepared"
             note = f": {one.reason}" if one.reason else ""
             typer.echo(f"  {one.name}: {'done' if one.done else far}{note}")
+    for name in report.fenced_others:
+        typer.echo(f"  {name}: fenced, and no part of this apply; see `weightsync fleet members`")
 
 
 def _show_members(found: types.FleetStatus) -> None:
@@ -155,4 +182,5 @@ def _show_members(found: types.FleetStatus) -> None:
         what = f"version {one.live_version} {one.content_digest}" if one.live_version else "nothing"
         number = f" {one.release}" if one.release else ""
         release = f", of an older release{number}: update it" if one.older else ""
-        typer.echo(f"{one.name}: {one.state}, {what}, {one.address or 'no address'}{release}")
+        state = f"{one.state} ({one.reason})" if one.reason else one.state
+        typer.echo(f"{one.name}: {state}, {what}, {one.address or 'no address'}{release}")

@@ -47,8 +47,10 @@ _CALLS = {
     "VerifyVersion": "verify",
     "GetStatus": "status",
     "GetFleetStatus": "fleet status",
+    "AbortFleetApply": "fleet abort",
 }
-_CALL = re.compile(rf"\b({'|'.join(_CALLS)})\b")
+#: By its name, or by the path that servers know it by.
+_CALL = re.compile(rf"(?:/[\w.]+/)?\b({'|'.join(_CALLS)})\b")
 
 app = typer.Typer(
     name="weightsync",
@@ -109,7 +111,7 @@ def _root(
 def _plain(message: str) -> str:
     for words, command in _COMMANDS.items():
         message = message.replace(words, command)
-    return _CALL.sub(lambda found: f"`weightsync {_CALLS[found[0]]}`", message)
+    return _CALL.sub(lambda found: f"`weightsync {_CALLS[found[1]]}`", message)
 
 
 def _fail(code: ExitCode, sentence: str) -> ExitCode:

@@ -9,12 +9,12 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import fleet_types as types
 from weightsync_client.errors import refuse
 from weightsync_client.rpc.calls import Call, made_key, most_unavailable, pause_options
-from weightsync_client.rpc.validate import seconds, text, whole_number
+from weightsync_client.rpc.validate import flag, seconds, text, whole_number
 
 if TYPE_CHECKING:
-    from weightsync_client.options import FleetChoices, Timeouts
+    from weightsync_client.options import FleetApplyOptions, FleetChoices, Timeouts
 
-__all__ = ["fleet_apply", "fleet_rollback", "fleet_status"]
+__all__ = ["fleet_abort", "fleet_apply", "fleet_rollback", "fleet_status"]
 
 _ORDERS = {
     types.FleetOrder.BARRIER: pb.ENGINE_ORDER_TOGETHER,
@@ -23,12 +23,13 @@ _ORDERS = {
 
 
 def fleet_apply(
-    model: str, version: int, options: FleetChoices, timeouts: Timeouts
+    model: str, version: int, options: FleetApplyOptions, timeouts: Timeouts
 ) -> Call[types.FleetReport]:
     """Make a version live on every member."""
     request = pb.ApplyVersionRequest(
         model=model,
         version=whole_number("version", version),
+        clear_rejected=flag("clear_rejected", options.get("clear_rejected") or False),
         **_chosen(options),
     )
     return Call("ApplyVersion", request, _timeout_s(options, timeouts), lambda m: _report(m.fleet))
@@ -44,6 +45,17 @@ def fleet_rollback(
         **_chosen(options),
     )
     return Call("Rollback", request, _timeout_s(options, timeouts), lambda m: _report(m.fleet))
+
+
+def fleet_abort(model: str, reason: str, timeouts: Timeouts) -> Call[types.FleetReport | None]:
+    """End the apply that runs."""
+    request = pb.AbortFleetApplyRequest(model=model, reason=text("reason", reason))
+    return Call(
+        "AbortFleetApply",
+        request,
+        timeouts.call_s,
+        lambda m: _report(m.fleet) if m.HasField("fleet") else None,
+    )
 
 
 def fleet_status(model: str, timeouts: Timeouts) -> Call[types.FleetStatus]:
@@ -95,6 +107,8 @@ def _report(m: pb.FleetReport) -> types.FleetReport:
             )
             for one in m.members
         ),
+        rollback_reason=m.rollback_reason,
+        fenced_others=tuple(m.fenced_others),
     )
 
 
@@ -112,6 +126,7 @@ def _status(m: pb.GetFleetStatusResponse) -> types.FleetStatus:
                 one.state,
                 one.release,
                 one.older,
+                one.reason,
             )
             for one in m.members
         ),

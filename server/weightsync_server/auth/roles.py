@@ -110,6 +110,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_OURS}/WatchVersions": Rule(_ANY | _FOLLOW),
         f"{_OURS}/GetStatus": Rule(_ANY),
         f"{_OURS}/GetFleetStatus": Rule(_ANY),
+        f"{_OURS}/AbortFleetApply": Rule(frozenset({Role.FLEET}), changes=True),
         f"{_OURS}/PullWeights": Rule(_READ | _FOLLOW),
         f"{_OURS}/PinVersion": Rule(_ADMIN, changes=True),
         f"{_OURS}/DeleteVersion": Rule(_ADMIN, changes=True),

@@ -155,7 +155,7 @@ class CommitService:
         """Refuse what may not be committed now."""
         if not adopted and record.epoch != self._epochs.newest:
             raise self._epochs.stale(record.epoch)
-        if record.version <= self._table.highest and not adopted:
+        if record.version <= self._table.highest and not (adopted or record.backfill):
             raise self._table.not_above(record.version)
         if record.durability == pb.DURABILITY_FAILED:
             raise WeightSyncError(

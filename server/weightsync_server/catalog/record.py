@@ -70,6 +70,8 @@ class VersionRecord:
         base: The version whose bytes it is kept as a change of; None: it is kept in full.
         holds: Pushes of deltas that are based on it.
         awaited: Callers for whom it is being read, or who are about to get a lease.
+        backfill: It comes from the origin of this server, which has given it its number: it may lie
+            below numbers that were used here.
         layout_check: Whether the engine was asked if it takes such tensors.
         live_check: While it is live: whether the live parameters of every engine that serves it
             were compared as a whole.
@@ -97,6 +99,7 @@ class VersionRecord:
     base: VersionRecord | None = None
     holds: int = 0
     awaited: int = 0
+    backfill: bool = False
     layout_check: pb.LayoutCheck.ValueType = pb.LAYOUT_CHECK_UNCHECKED
     live_check: pb.LiveCheck.ValueType = pb.LIVE_CHECK_UNSPECIFIED
     live_check_ns: int = 0

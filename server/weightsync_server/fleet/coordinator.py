@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from weightsync import clock, failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.fleet.content_marks import keep_marks
 from weightsync_server.fleet.coordinator_patience import Patience
 from weightsync_server.fleet.coordinator_steps import Decide, next_order, parse_reports
 from weightsync_server.fleet.decision import UNKNOWN_OUTCOMES, create_until_answered, decide
@@ -24,7 +25,6 @@ from weightsync_server.fleet.fleet_keys import (
     coordinator_key,
     pause_key,
     plan_key,
-    rejected_key,
     reports_prefix,
     roster_key,
 )
@@ -62,7 +62,7 @@ class Progress:
 
     Attributes:
         number: Of the apply.
-        step: Of the decision that is next.
+        decided: How many decisions were made.
         decisions: How many it takes.
         prepared: Members that have said so.
         ready: Members of a barrier that stand still.
@@ -70,7 +70,7 @@ class Progress:
     """
 
     number: int
-    step: int
+    decided: int
     decisions: int
     prepared: int
     ready: int
@@ -124,6 +124,8 @@ class Coordinator:
         max_unavailable: int = 1,
         key: str = "",
         pause: PauseSpec | None = None,
+        *,
+        clears: bool = False,
     ) -> Outcome:
         """Have every member serve a version, or none; returns when that is decided and done.
 
@@ -133,6 +135,7 @@ class Coordinator:
             max_unavailable: How many members a wave of a rolling apply has.
             key: Idempotency key: an apply that was planned with it is joined; "": none.
             pause: How members pause; None: nobody chooses.
+            clears: Whether the content is accepted again, if it was rejected.
 
         Raises:
             WeightSyncError: APPLY_BUSY: another one runs. VERSION_REJECTED, VERSION_CONFLICT,
@@ -143,9 +146,9 @@ class Coordinator:
             return await self.drive(earlier)
         check_pause(kind, pause, self._limits.undecided_s)
         history = await self._free()
-        await check_new(self._register, history, target)
+        check_new(history, target, clears=clears)
         return await self._plan_and_drive(
-            history, target, kind, max_unavailable, key=key, pause=pause
+            history, target, kind, max_unavailable, key=key, pause=pause, clears=clears
         )
 
     async def rollback(
@@ -154,6 +157,7 @@ class Coordinator:
         max_unavailable: int = 1,
         key: str = "",
         pause: PauseSpec | None = None,
+        reason: str = "",
     ) -> Outcome:
         """Go back to the version of the COMMIT before, and reject the content that is left.
 
@@ -164,10 +168,44 @@ class Coordinator:
             return await self.drive(earlier)
         check_pause(kind, pause, self._limits.undecided_s)
         history = await self._free()
-        target, left = await rollback_target(self._register, history)
+        target, left = rollback_target(history)
         return await self._plan_and_drive(
-            history, target, kind, max_unavailable, rejects=left.digest, key=key, pause=pause
+            history,
+            target,
+            kind,
+            max_unavailable,
+            rejects=left.digest,
+            key=key,
+            pause=pause,
+            reason=reason,
         )
+
+    async def abort(self, reason: str = "") -> Outcome | None:
+        """Try to decide against the apply that runs; None: none does.
+
+        Whoever decides first has decided: an apply may be committed meanwhile, and stays so. The
+        members go back by themselves.
+
+        Args:
+            reason: Why, for people.
+
+        Raises:
+            WeightSyncError: NOT_SUPPORTED: this release cannot read the newest one. As `decide` and
+                `Register.list`.
+        """
+        why = f"it was ended by a call: {reason}" if reason else "it was ended by a call"
+        history = await self._reader.read()
+        if history.unreadable:
+            raise WeightSyncError(Reason.NOT_SUPPORTED, history.unreadable)
+        apply = history.running
+        if apply is None:
+            return None
+        plan = apply.plan
+        while (verdict := apply.outcome) is None:
+            # Each wave of a rolling apply has a decision: one may come before this.
+            await decide(self._register, plan.number, apply.step, Verdict.ABORT, self._name, why)
+            apply = await self._find(plan.number)
+        return Outcome(plan.number, verdict, plan.target, apply.reason)
 
     async def drive(self, number: int) -> Outcome:
         """Bring a plan to its decision, whoever wrote it, and wait for its members.
@@ -225,6 +263,8 @@ class Coordinator:
         rejects: str = "",
         key: str = "",
         pause: PauseSpec | None = None,
+        reason: str = "",
+        clears: bool = False,
     ) -> Outcome:
         present = await self._present()
         waves = divide(present, kind, size)
@@ -244,6 +284,8 @@ class Coordinator:
             rejects=rejects,
             key=key,
             pause=pause,
+            reason=reason,
+            clears=clears,
         )
         lease, ttl_s = coordinator_key(plan.nonce), self._limits.member_ttl_s
         membership = await self._register.member(lease, self._name.encode(), ttl_s)
@@ -273,7 +315,8 @@ class Coordinator:
                 return history
             plan = running.plan
             if await self._register.get(coordinator_key(plan.nonce)) is not None:
-                raise _busy(plan.number)
+                far = f"{len(running.decisions)} of {plan.decisions} decisions"
+                raise _busy(plan.number, f" (to version {plan.target.number}, {far})")
             reason = "its coordinator is gone, and another apply waits"
             await decide(
                 self._register, plan.number, running.step, Verdict.ABORT, self._name, reason
@@ -294,8 +337,7 @@ class Coordinator:
         plan, verdict = apply.plan, apply.outcome or Verdict.ABORT
         lagging: list[str] = []
         if verdict is Verdict.COMMIT:
-            if plan.rejects:
-                await create_until_answered(self._register, rejected_key(plan.rejects), b"{}")
+            await keep_marks(self._register, [plan])
             end = clock.monotonic() + self._limits.settle_s
             while lagging := (await self._reports(apply)).lacking(ApplyPhase.DONE, plan.members):
                 if clock.monotonic() >= end:
@@ -312,7 +354,8 @@ class Coordinator:
         number = apply.plan.number
         reports = parse_reports(number, await self._register.list(reports_prefix(number)))
         prepared, ready, done = (len(reports.of(phase)) for phase in ApplyPhase)
-        self._on_progress(Progress(number, apply.step, apply.plan.decisions, prepared, ready, done))
+        made, needed = len(apply.decisions), apply.plan.decisions
+        self._on_progress(Progress(number, made, needed, prepared, ready, done))
         return reports
 
     async def _present(self) -> dict[str, FleetVersion | None]:
@@ -353,8 +396,9 @@ def _live_of(value: bytes) -> FleetVersion | None:
         return None
 
 
-def _busy(number: int) -> WeightSyncError:
+def _busy(number: int, far: str = "") -> WeightSyncError:
     return WeightSyncError(
         Reason.APPLY_BUSY,
-        f"apply {number} of the fleet runs; wait for it, see `weightsync fleet status`",
+        f"apply {number} of the fleet runs{far}; wait for it, see `weightsync fleet status`, or "
+        "end it with `weightsync fleet abort`",
     )

@@ -108,7 +108,7 @@ def next_order(
     if not waiting:
         return Decide(step, Verdict.COMMIT)
     if lost := gone.intersection(waiting):
-        why = "gone from the fleet's register; start its server again, or apply without it"
+        why = "gone from the fleet's register; apply again, without it unless its server is back"
         return Decide(step, Verdict.ABORT, f"{_names(lost)} is {why}")
     if late:
         return Decide(step, Verdict.ABORT, f"{_names(waiting)} did not answer in time")

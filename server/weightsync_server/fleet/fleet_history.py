@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightsync.errors import WeightSyncError
+from weightsync_server.fleet.content_marks import marks_of_keys, marks_of_plans, newest_marks
 from weightsync_server.fleet.fleet_keys import APPLIES, FLOORS, REJECTED, roster_prefix
 from weightsync_server.fleet.fleet_plan import FleetPlan, FleetVersion, Kind, Verdict
 from weightsync_server.fleet.fleet_records import decode_plan, decode_verdict
@@ -14,6 +15,7 @@ from weightsync_server.fleet.fleet_records import decode_plan, decode_verdict
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from weightsync_server.fleet.content_marks import ContentMark
     from weightsync_server.register.register import Register
 
 __all__ = ["Apply", "History", "HistoryReader", "parse_history"]
@@ -60,7 +62,7 @@ class History:
         unreadable_number: Its number.
         unreadable_commits: A part of it is committed.
         floor: Number of the first apply that counts.
-        rejected: Digests that nobody applies.
+        marks: What keys say of contents that were rejected, besides the plans here.
         hidden: Numbers of commits before the newest apply that cannot be read.
         highest: The highest number of any plan.
     """
@@ -70,7 +72,7 @@ class History:
     unreadable_number: int = 0
     unreadable_commits: bool = False
     floor: int = 0
-    rejected: frozenset[str] = frozenset()
+    marks: tuple[ContentMark, ...] = ()
     hidden: tuple[int, ...] = ()
     highest: int = 0
 
@@ -107,11 +109,22 @@ class History:
 
     @property
     def rejects(self) -> frozenset[str]:
-        """Digests that nobody applies, also by the newest COMMIT, whose coordinator may be dead."""
-        newest = self.newest
-        if newest is None or newest.outcome is not Verdict.COMMIT or not newest.plan.rejects:
-            return self.rejected
-        return self.rejected | {newest.plan.rejects}
+        """Digests that nobody applies, also by a COMMIT whose coordinator may be dead."""
+        return frozenset(digest for digest, rejected in self._newest_marks.items() if rejected)
+
+    def rejection_reason(self, digest: str) -> str:
+        """Return why a content was rejected the last time; "": it is not known."""
+        reasons = [one.plan.reason for one in self.commits if one.plan.rejects == digest]
+        return reasons[-1] if reasons else ""
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """Digests that were rejected and may be applied again."""
+        return frozenset(digest for digest, rejected in self._newest_marks.items() if not rejected)
+
+    @property
+    def _newest_marks(self) -> Mapping[str, bool]:
+        return newest_marks([*self.marks, *marks_of_plans(one.plan for one in self.commits)])
 
     def missed(self, live: FleetVersion | None) -> tuple[Apply, ...]:
         """Return the commits that a member has not followed.
@@ -155,7 +168,7 @@ def parse_history(keys: Mapping[str, bytes], roster: Mapping[str, bytes] | None)
         name, _, rest = key.removeprefix(APPLIES).partition("/")
         if key.startswith(APPLIES) and int(name) >= floor:
             found.setdefault(int(name), {})[rest] = keys[key]
-    rejected = frozenset(key[len(REJECTED) :] for key in keys if key.startswith(REJECTED))
+    marks = tuple(marks_of_keys(keys))
     planned = [(number, parts) for number, parts in sorted(found.items()) if "plan" in parts]
     applies: dict[int, Apply] = {}
     hidden: dict[int, str] = {}
@@ -181,7 +194,7 @@ def parse_history(keys: Mapping[str, bytes], roster: Mapping[str, bytes] | None)
         last if unreadable else 0,
         bool(unreadable and _verdicts(found[last])),
         floor,
-        rejected,
+        marks,
         tuple(hidden),
         highest,
     )

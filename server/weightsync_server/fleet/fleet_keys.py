@@ -8,7 +8,9 @@
     applies/<n>/decisions/<k>          COMMIT or ABORT
     reports/<n>/<phase>/<member>       what a member says
     floors/<n>                         what is below counts for nothing and may be removed
-    rejected/<digest>                  nobody applies this content
+    rejected/<digest>                  nobody applies this content, before any of the next two
+    rejected/since/<n>/<digest>        nobody applies it after the COMMIT of an apply
+    rejected/until/<n>/<digest>        it is accepted again after the COMMIT of an apply
 
 All but the first two are created once and never change.
 """
@@ -25,6 +27,8 @@ __all__ = [
     "FLOORS",
     "MEMBERS",
     "REJECTED",
+    "REJECTED_SINCE",
+    "REJECTED_UNTIL",
     "REPORTS",
     "coordinator_key",
     "decision_key",
@@ -33,6 +37,8 @@ __all__ = [
     "pause_key",
     "plan_key",
     "rejected_key",
+    "rejected_since_key",
+    "rejected_until_key",
     "report_key",
     "reports_prefix",
     "roster_key",
@@ -41,6 +47,7 @@ __all__ = [
 
 APPLIES, FLOORS, MEMBERS, REJECTED = "applies/", "floors/", "members/", "rejected/"
 REPORTS = "reports/"
+REJECTED_SINCE, REJECTED_UNTIL = f"{REJECTED}since/", f"{REJECTED}until/"
 
 
 def plan_key(number: int) -> str:
@@ -96,3 +103,13 @@ def floor_key(number: int) -> str:
 def rejected_key(digest: str) -> str:
     """Return the key that rejects a content."""
     return f"{REJECTED}{digest}"
+
+
+def rejected_since_key(number: int, digest: str) -> str:
+    """Return the key that rejects a content after the COMMIT of an apply."""
+    return f"{REJECTED_SINCE}{number:012}/{digest}"
+
+
+def rejected_until_key(number: int, digest: str) -> str:
+    """Return the key that has a content accepted again after the COMMIT of an apply."""
+    return f"{REJECTED_UNTIL}{number:012}/{digest}"

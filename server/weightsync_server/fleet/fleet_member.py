@@ -22,6 +22,7 @@ from weightsync_server.fleet.fleet_records import (
 )
 from weightsync_server.fleet.member_steps import (
     Abort,
+    Accept,
     Commit,
     Fence,
     MemberState,
@@ -88,6 +89,7 @@ class FleetMember:
         self._paused_at = 0.0
         self._failed_in = (0, 0.0)
         self._announced = b""
+        self._why_not = "this host asks its fleet what to serve"
 
     @property
     def state(self) -> MemberState:
@@ -156,7 +158,8 @@ class FleetMember:
 
     async def _announce(self) -> bool:
         live, mode = self.host.live(), self._state.mode
-        value = encode_member(live, mode, self._address, self.view.boot)
+        why = self._why_not if mode is Mode.FENCED else ""
+        value = encode_member(live, mode, self._address, self.view.boot, why)
         if value == self._announced or self.view.displaced:
             return True
         try:
@@ -222,10 +225,13 @@ class FleetMember:
                 await self._resume()
             case Fence(reason):
                 await self._fence(reason)
-            case Reject(digest):
+            case Reject(digest, reason):
                 await self._create(rejected_key(digest), b"{}")
-                await self.host.reject(digest)
-                self._state = replace(self._state, rejected=self._state.rejected | {digest})
+                await self.host.reject(digest, reason)
+                self._mark(digest, rejected=True)
+            case Accept(digest):
+                await self.host.accept(digest)
+                self._mark(digest, rejected=False)
             case Wait():
                 pass
 
@@ -320,6 +326,7 @@ class FleetMember:
 
     async def _fence(self, reason: str) -> None:
         logger.error("this host is fenced: %s", reason)
+        self._why_not = reason
         try:
             await self._journal.stop(0)
         except WeightSyncError as error:
@@ -328,8 +335,18 @@ class FleetMember:
         await self.host.fence(reason)
         self._state = replace(self._state, mode=Mode.FENCED, unasked=False)
 
+    def _mark(self, digest: str, *, rejected: bool) -> None:
+        state, one = self._state, {digest}
+        if rejected:
+            state = replace(state, rejected=state.rejected | one, accepted=state.accepted - one)
+        else:
+            state = replace(state, rejected=state.rejected - one, accepted=state.accepted | one)
+        self._state = state
+
     def _fail(self, target: FleetVersion, error: Exception) -> None:
         logger.warning("version %d cannot be taken: %s", target.number, error)
         self._failed_in = self.view.number, clock.monotonic()
         why = error.message if isinstance(error, WeightSyncError) else str(error)
         self._state = replace(self._state, failed=target, why=why)
+        # Also of what was fenced before: that is what it waits for now.
+        self._why_not = why

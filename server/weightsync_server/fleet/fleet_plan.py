@@ -73,6 +73,8 @@ class FleetPlan:
         key: Idempotency key of the call that wanted it; "": it had none.
         pause: How members pause; None: as where nobody chooses. Those that go back, or come late,
             always pause so.
+        reason: Why it was asked for, for people; "": nobody said.
+        clears: The target's content is accepted again after the COMMIT, if it was rejected.
     """
 
     number: int
@@ -85,6 +87,8 @@ class FleetPlan:
     rejects: str = ""
     key: str = ""
     pause: PauseSpec | None = None
+    reason: str = ""
+    clears: bool = False
 
     @property
     def members(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ decisions, and what these mean, are the same in every format.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -39,20 +40,27 @@ __all__ = [
 ]
 
 #: What this release reads. The newest rises when an older release would misread a record: 2 says
-#: how members pause. The oldest rises once the release before this one writes none of it.
-OLDEST_FORMAT, FORMAT = 1, 2
-_CHOSEN_PAUSE = 2
+#: how members pause, 3 that a rejected content is accepted again. The oldest rises once the release
+#: before this one writes none of it.
+OLDEST_FORMAT, FORMAT = 1, 3
+_CHOSEN_PAUSE, _CLEARED = 2, 3
 #: How an engine can be asked to pause.
 _PAUSES = ("keep", "wait", "abort", "between_steps")
 #: Of a roster's part, so that names and frame stay below what a register takes.
 _NAMES_BYTES = MAX_VALUE_BYTES - 512
-#: A reason is cut there, in characters of up to 4 bytes, which JSON may double.
-_REASON = 400
+#: A reason is cut there: characters, and bytes as JSON, which has up to 12 for one of them.
+_REASON, _REASON_BYTES = 400, 2400
+#: Of why a member is fenced, which is renewed with its record.
+_WHY_BYTES = 200
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def check_member(name: str) -> str:
-    """Return the name of a member.
+def check_member(name: str, of: str = "member") -> str:
+    """Return the name of a member, or of a fleet.
+
+    Args:
+        name: The name.
+        of: What has it, for people.
 
     Raises:
         WeightSyncError: REQUEST_INVALID.
@@ -60,7 +68,7 @@ def check_member(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"{name[:80]!r} is no name of a member; use up to 64 letters, digits, '.', '_' and "
+            f"{name[:80]!r} is no name of a {of}; use up to 64 letters, digits, '.', '_' and "
             "'-', the first a letter or a digit",
         )
     return name
@@ -89,6 +97,11 @@ def encode_plan(plan: FleetPlan, parts: int) -> bytes:
     if pause is not None:
         spec = [pause.mode, pause.clear_cache, pause.wait_timeout_s, pause.after_wait]
         chosen = {"format": _CHOSEN_PAUSE, "pause": spec}
+    if plan.clears:
+        chosen |= {"format": _CLEARED, "clears": True}
+    if plan.reason:
+        # For people: a release that does not know it misses nothing else.
+        chosen["reason"] = _cut(plan.reason)
     return _encode(
         **chosen,
         number=plan.number,
@@ -128,6 +141,8 @@ def decode_plan(data: bytes, roster: Mapping[str, bytes] | None = None) -> Fleet
             # Older releases write none.
             key=str(record.get("key", "")),
             pause=_pause(*record["pause"]) if "pause" in record else None,
+            reason=str(record.get("reason", "")),
+            clears=bool(record.get("clears", False)),
         )
 
 
@@ -139,7 +154,7 @@ def encode_verdict(verdict: Verdict, by: str, reason: str = "") -> bytes:
         by: Who decides, for people.
         reason: Why, for people.
     """
-    return _encode(verdict=verdict.value, by=by, reason=reason[:_REASON])
+    return _encode(verdict=verdict.value, by=by, reason=_cut(reason))
 
 
 def decode_verdict(data: bytes) -> tuple[Verdict, str]:
@@ -154,7 +169,7 @@ def decode_verdict(data: bytes) -> tuple[Verdict, str]:
 
 def encode_report(report: MemberReport) -> bytes:
     """Return a member's report."""
-    return _encode(ok=report.ok, reason=report.reason[:_REASON])
+    return _encode(ok=report.ok, reason=_cut(report.reason))
 
 
 def decode_report(data: bytes) -> MemberReport:
@@ -167,7 +182,9 @@ def decode_report(data: bytes) -> MemberReport:
         return MemberReport(bool(record["ok"]), str(record["reason"]))
 
 
-def encode_member(live: FleetVersion | None, mode: str, address: str, boot: str = "") -> bytes:
+def encode_member(
+    live: FleetVersion | None, mode: str, address: str, boot: str = "", why: str = ""
+) -> bytes:
     """Return what a member says of itself, for status.
 
     Args:
@@ -175,8 +192,12 @@ def encode_member(live: FleetVersion | None, mode: str, address: str, boot: str 
         mode: What its host does.
         address: Where its server is.
         boot: Names its process, so that two of one name can be told apart.
+        why: Why it serves nothing, for people; "": it serves.
     """
+    # A release that does not know it misses nothing else.
+    said = {"why": why.encode()[:_WHY_BYTES].decode(errors="ignore")} if why else {}
     return _encode(
+        **said,
         live=[live.number, live.digest] if live else None,
         mode=mode,
         address=address[:256],
@@ -228,6 +249,13 @@ def _pause(mode: str, clear_cache: bool, wait_timeout_s: float, after_wait: str)
             "update this member, or choose one of them",
         )
     return PauseSpec(mode, bool(clear_cache), float(wait_timeout_s), str(after_wait))
+
+
+def _cut(text: str) -> str:
+    text = text[:_REASON]
+    while len(json.dumps(text)) > _REASON_BYTES:
+        text = text[: len(text) * 7 // 8]
+    return text
 
 
 def _encode(**record: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weightsync_server.fleet.content_marks import keep_marks
 from weightsync_server.fleet.decision import create_until_answered
 from weightsync_server.fleet.fleet_keys import (
     APPLIES,
@@ -46,6 +47,9 @@ async def compact(register: Register, history: History) -> None:
     commits = [one.plan.number for one in history.commits]
     floor = min([kept, *commits[-_KEPT_COMMITS:]])
     if floor > numbers[0]:
+        # Whoever does not read the plans any more reads these after the floor.
+        leaving = (one.plan for one in history.commits if one.plan.number < floor)
+        await keep_marks(register, leaving)
         await create_until_answered(register, floor_key(floor), b"{}")
         # Plans first: without its plan an apply is nothing, whatever of it is still there.
         await register.delete([plan_key(one.number) for one in old if one.number < floor])

@@ -69,8 +69,20 @@ class HostApply(Protocol):
             WeightSyncError: It may still serve; call again.
         """
 
-    async def reject(self, digest: str) -> None:
-        """Never take a content again, unless an admin clears that."""
+    async def reject(self, digest: str, reason: str = "") -> None:
+        """Never take a content again, unless an admin clears that.
+
+        Args:
+            digest: Of the content.
+            reason: Why, for people; "": nobody said.
+        """
+
+    async def accept(self, digest: str) -> None:
+        """Take a content again that may have been rejected.
+
+        Raises:
+            WeightSyncError: It is rejected still; call again.
+        """
 
     def live(self) -> FleetVersion | None:
         """Return the version that every rank is proved to hold, served or not; None: there is none.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Abort",
+    "Accept",
     "Commit",
     "Fence",
     "MemberState",
@@ -62,6 +63,7 @@ class MemberState:
         why: Why not.
         said: Reports that are in the register.
         rejected: Digests that its host has been made to reject.
+        accepted: Digests that its host has been made to accept again.
         undecided: It stands still, and has for longer than it may.
         stale: What it has read is older than it may be while it serves.
         alone: The coordinator of the running apply is gone.
@@ -77,6 +79,7 @@ class MemberState:
     why: str = ""
     said: frozenset[tuple[int, ApplyPhase]] = frozenset()
     rejected: frozenset[str] = frozenset()
+    accepted: frozenset[str] = frozenset()
     undecided: bool = False
     stale: bool = False
     alone: bool = False
@@ -128,6 +131,14 @@ class Reject:
     """Never take a content again."""
 
     digest: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Take a content again that was rejected."""
+
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,7 @@ class Abort:
     reason: str
 
 
-Step = Wait | Prepare | Say | PauseHost | Commit | Resume | Fence | Reject | Abort
+Step = Wait | Prepare | Say | PauseHost | Commit | Resume | Fence | Reject | Accept | Abort
 
 
 def next_step(state: MemberState, history: History | None, max_skew: int = 1) -> Step:
@@ -201,6 +212,9 @@ def _take_part(state: MemberState, apply: Apply) -> Step:
     plan = apply.plan
     if state.alone:
         return Abort(plan.number, apply.step, "its coordinator is gone")
+    if plan.clears and plan.target.digest not in state.accepted:
+        # If it is decided against, the host is made to reject it again.
+        return Accept(plan.target.digest)
     wanted = Prepare(plan.target, plan.pause)
     if plan.target not in (state.live, state.failed) and state.prepared != wanted:
         return wanted
@@ -210,8 +224,9 @@ def _take_part(state: MemberState, apply: Apply) -> Step:
         return _stand_still(state, apply)
     if plan.wave_of(state.name) < apply.step:
         return _roll(state, apply)
-    whole = state.live is not None and state.live in (plan.previous, plan.target)
-    if state.mode is not Mode.SERVING and whole and state.failed != state.live:
+    # Not yet what is to be live, even where it is what this host holds: it was left before.
+    decided = state.live is not None and state.live == plan.previous
+    if state.mode is not Mode.SERVING and decided and state.failed != state.live:
         return Resume()
     return Wait()
 
@@ -238,6 +253,8 @@ def _roll(state: MemberState, apply: Apply) -> Step:
 def _settle(state: MemberState, history: History, max_skew: int) -> Step:
     """Go to what is decided."""
     target = history.target
+    if target is not None and target.digest in history.accepts - state.accepted:
+        return Accept(target.digest)
     if target is None or state.live == target:
         return _serve(state, history)
     if _is_behind(state, history, max_skew):
@@ -260,7 +277,8 @@ def _serve(state: MemberState, history: History) -> Step:
     if state.mode is Mode.SERVING and state.prepared is not None:
         return Resume()  # which lets go of what is not to be
     if unknown := history.rejects - state.rejected:
-        return Reject(min(unknown))
+        digest = min(unknown)
+        return Reject(digest, history.rejection_reason(digest))
     newest = history.newest
     if newest is None or newest.outcome is not Verdict.COMMIT:
         return Wait()

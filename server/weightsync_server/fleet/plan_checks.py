@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.catalog.local_numbers import FIRST_LOCAL
-from weightsync_server.fleet.fleet_keys import rejected_key
 from weightsync_server.fleet.fleet_plan import Kind
 
 if TYPE_CHECKING:
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
     from weightsync_server.fleet.fleet_history import History
     from weightsync_server.fleet.fleet_plan import FleetVersion
-    from weightsync_server.register.register import Register
 
 __all__ = ["check_new", "check_pause", "planned_with", "previous_of", "rollback_target"]
 
@@ -54,17 +52,22 @@ def check_pause(kind: Kind, pause: PauseSpec | None, undecided_s: float) -> None
         )
 
 
-async def check_new(register: Register, history: History, target: FleetVersion) -> None:
+def check_new(history: History, target: FleetVersion, *, clears: bool = False) -> None:
     """Refuse a version that a fleet may not go to by an apply.
+
+    Args:
+        history: Of the fleet.
+        target: The version.
+        clears: Whether its content is to be accepted again, if it was rejected.
 
     Raises:
         WeightSyncError: VERSION_REJECTED, VERSION_CONFLICT, VERSION_BELOW_LIVE.
     """
-    if await register.get(rejected_key(target.digest)) is not None:
+    if not clears and target.digest in history.rejects:
         raise WeightSyncError(
             Reason.VERSION_REJECTED,
             f"the content of version {target.number} was rejected by a rollback of the fleet; "
-            "apply another",
+            "apply another, or set clear_rejected to have the fleet accept it again",
         )
     live = history.target
     if not history.commits or live is None:
@@ -142,9 +145,7 @@ def _check_readable(history: History, number: int) -> None:
         )
 
 
-async def rollback_target(
-    register: Register, history: History
-) -> tuple[FleetVersion, FleetVersion]:
+def rollback_target(history: History) -> tuple[FleetVersion, FleetVersion]:
     """Return the version of the newest COMMIT before the live one, and the live one.
 
     Raises:
@@ -158,7 +159,7 @@ async def rollback_target(
             before.insert(0, (commits[0].previous, 0))
         for version, number in reversed(before):
             other = version.digest != live.digest
-            if other and await register.get(rejected_key(version.digest)) is None:
+            if other and version.digest not in history.rejects:
                 _check_readable(history, number)
                 return version, live
     raise WeightSyncError(

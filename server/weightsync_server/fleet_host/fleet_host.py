@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Protocol
 
 from weightsync import clock
 from weightsync.engine import PauseSpec
@@ -16,17 +17,34 @@ from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine import EngineSet, EngineSupervisor, HostParts, ModelParts
     from weightsync_server.residency.leases import SlotLease
 
-__all__ = ["FleetHost"]
+__all__ = ["FetchOnDemand", "FleetHost"]
 
 #: How often it is looked whether a version has come, or an engine serves; seconds.
 _LOOK_S = 0.05
 #: How long engines that are slower than the first are waited for, seconds.
 _OTHERS_S = 10.0
+
+
+class FetchOnDemand(Protocol):
+    """Brings the versions that are asked for; a follower does, from its origin.
+
+    Attributes:
+        url: From where.
+    """
+
+    url: str
+
+    def wanting(self, version: int, content_digest: str = "") -> AbstractContextManager[None]:
+        """Have a version brought, at once, until the block ends."""
+
+    async def lacking(self, version: int, content_digest: str = "") -> WeightSyncError | None:
+        """Return why a version will not come; None: it may."""
 
 
 class FleetHost:
@@ -45,7 +63,7 @@ class FleetHost:
         fetch_s: How long a version that is not here yet is waited for, seconds; 0: not at all.
 
     Attributes:
-        on_missing: Called when a wait for a version begins, so that it is looked for at once.
+        source: Brings versions that are not here; None: there is nothing that could.
     """
 
     def __init__(
@@ -58,7 +76,9 @@ class FleetHost:
     ) -> None:
         self._engines, self._model, self._limits = engines, model, host.limits
         self._undecided_s, self._fetch_s = undecided_s, fetch_s
-        self.on_missing: Callable[[], None] = _nothing
+        self.source: FetchOnDemand | None = None
+        self._expected: FleetVersion | None = None
+        self._fetching = contextlib.ExitStack()
         self._gate = ServingGate(host.joining)
         self._turn = asyncio.Lock()
         self._cutover: HostCutover | None = None
@@ -68,8 +88,22 @@ class FleetHost:
         """Let no engine begin to serve before the member says what; before engines are started."""
         await self._gate.shut()
 
+    def expect(self, target: FleetVersion | None) -> None:
+        """Have a version brought that is not here and will be asked for; nobody waits for it.
+
+        Args:
+            target: It takes the place of the last one; None: none is expected.
+        """
+        if target == self._expected:
+            return
+        self._expected = target
+        self._fetching.close()
+        if target is not None and self.source is not None and self._known(target) is None:
+            self._fetching.enter_context(self.source.wanting(target.number, target.digest))
+
     async def stop(self) -> None:
         """Leave everything as it is: engines that stand still are fenced when their lease ends."""
+        self._fetching.close()
         async with self._turn:
             if self._cutover is not None:
                 await self._cutover.close()
@@ -163,12 +197,19 @@ class FleetHost:
         async with self._turn:
             await self._stop_serving(reason)
 
-    async def reject(self, digest: str) -> None:
+    async def reject(self, digest: str, reason: str = "") -> None:
         """As `HostApply` says."""
         for record in self._model.table.list():
             if record.content_digest == digest:
-                why = "a rollback of the fleet has left it"
+                why = reason or "a rollback of the fleet has left it"
                 await reject(self._model.serving, record.version, why)
+
+    async def accept(self, digest: str) -> None:
+        """As `HostApply` says."""
+        same = [one for one in self._model.table.list() if one.content_digest == digest]
+        if any(one.rejected_reason for one in same):
+            # With it all that have this content.
+            await self._model.serving.accept(same[0].version)
 
     def live(self) -> FleetVersion | None:
         """As `HostApply` says; engines that cannot be asked count for nothing."""
@@ -180,13 +221,15 @@ class FleetHost:
         return versions.pop() if len(versions) == 1 else None
 
     async def find(self, version: int) -> FleetVersion:
-        """Return a version of this server by its number; one of its origin may be on its way.
+        """Return a version of this server by its number; one that its origin has is fetched.
 
         Raises:
             WeightSyncError: VERSION_UNKNOWN, or VERSION_NOT_DURABLE while it is not committed.
         """
-        record = await self._arrived(lambda: self._committed(version))
+        record = await self._arrived(lambda: self._committed(version), version)
         if record is None:
+            if self.source is not None and self._model.table.find(version) is None:
+                raise self._absent(version)
             self._model.table.get(version)
             raise WeightSyncError(
                 Reason.VERSION_NOT_DURABLE,
@@ -284,25 +327,48 @@ class FleetHost:
             await asyncio.sleep(_LOOK_S)
 
     async def _find(self, target: FleetVersion) -> VersionRecord:
-        """Return a version of this server; one that its origin has may be on its way."""
-        record = await self._arrived(lambda: self._known(target))
+        """Return a version of this server; one that its origin has is fetched.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN; the origin has none such, or it does not come.
+        """
+        number, digest = target.number, target.digest
+        record = await self._arrived(lambda: self._known(target), number, digest)
         if record is None:
-            raise WeightSyncError(
-                Reason.VERSION_UNKNOWN,
-                f"version {target.number} of the fleet is not on this host; push it here, or "
-                "start this server with --follow and the origin of the others",
-            )
+            raise self._absent(number)
         return record
 
-    async def _arrived(self, find: Callable[[], VersionRecord | None]) -> VersionRecord | None:
-        """Return what is here, or comes while it is waited for; None: it does not."""
-        end = clock.monotonic() + self._fetch_s
+    def _absent(self, version: int) -> WeightSyncError:
+        if self.source is not None:
+            lacks = (
+                f"has not come from {self.source.url} in {self._fetch_s:g} s; see in the log of "
+                "this server why"
+            )
+        else:
+            lacks = (
+                "is not on this host; push it here, or start this server with --follow and the "
+                "origin of the others"
+            )
+        return WeightSyncError(Reason.VERSION_UNKNOWN, f"version {version} of the fleet {lacks}")
+
+    async def _arrived(
+        self, find: Callable[[], VersionRecord | None], version: int, content_digest: str = ""
+    ) -> VersionRecord | None:
+        """Return what is here, or comes while it is waited for; None: it does not.
+
+        Raises:
+            WeightSyncError: It will not.
+        """
         record = find()
-        if record is None:
-            self.on_missing()
-        while record is None and clock.monotonic() < end:
-            await asyncio.sleep(_LOOK_S)
-            record = find()
+        if record is not None or self.source is None:
+            return record
+        with self.source.wanting(version, content_digest):
+            refusal = await self.source.lacking(version, content_digest)
+            end = clock.monotonic() + self._fetch_s
+            while (record := find()) is None and clock.monotonic() < end:
+                if refusal is not None:
+                    raise refusal
+                await asyncio.sleep(_LOOK_S)
         return record
 
     def _committed(self, version: int) -> VersionRecord | None:
@@ -317,9 +383,6 @@ class FleetHost:
         ]
         numbered = [record for record in same if record.version == target.number]
         return next(iter(numbered or same), None)
-
-
-def _nothing() -> None: ...
 
 
 async def _any_generates(engines: list[EngineSupervisor]) -> bool:

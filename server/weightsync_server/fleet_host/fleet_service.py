@@ -147,18 +147,20 @@ class FleetService:
         """
         kind = _check(request, request.max_unavailable)
         pause = _chosen_pause(request)
-        if not request.version or request.dry_run or request.clear_rejected:
+        if not request.version or request.dry_run:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                "a fleet goes to a version that is named, without dry_run and clear_rejected; name "
-                "one of ListVersions, or plan and clear on each host",
+                "a fleet goes to a version that is named, without dry_run; name one of "
+                "ListVersions, or plan on each host",
             )
         size = request.max_unavailable or self._options.max_unavailable
         key = request.idempotency_key
 
         async def carry_out() -> pb.ApplyVersionResponse:
             target = await self.host.find(request.version)
-            outcome = await self._coordinator().apply(target, kind, size, key, pause)
+            outcome = await self._coordinator().apply(
+                target, kind, size, key, pause, clears=request.clear_rejected
+            )
             return pb.ApplyVersionResponse(fleet=await self._report(outcome))
 
         return await self._calls.run(key, request, carry_out)
@@ -175,10 +177,21 @@ class FleetService:
         key = request.idempotency_key
 
         async def carry_out() -> pb.RollbackResponse:
-            outcome = await self._coordinator().rollback(kind, size, key, pause)
+            outcome = await self._coordinator().rollback(kind, size, key, pause, request.reason)
             return pb.RollbackResponse(fleet=await self._report(outcome))
 
         return await self._calls.run(key, request, carry_out)
+
+    async def abort(self, request: pb.AbortFleetApplyRequest) -> pb.AbortFleetApplyResponse:
+        """Try to decide against the apply that runs, and return what was decided, if one does.
+
+        Raises:
+            WeightSyncError: As `Coordinator.abort`.
+        """
+        outcome = await self._coordinator().abort(request.reason)
+        if outcome is None:
+            return pb.AbortFleetApplyResponse()
+        return pb.AbortFleetApplyResponse(fleet=await self._status.report(outcome.number))
 
     async def status(self) -> pb.GetFleetStatusResponse:
         """Return what the register says now.
@@ -220,7 +233,14 @@ class FleetService:
             with contextlib.suppress(WeightSyncError):
                 metrics.members = len(await self.register.list(MEMBERS))
             metrics.look()
+            self._look_ahead()
             await asyncio.sleep(self._options.limits.poll_s)
+
+    def _look_ahead(self) -> None:
+        """Let the host have what it will be asked for, also before the turn of its wave."""
+        history = self._member.view.history if self._member is not None else None
+        running = history.running if history is not None else None
+        self.host.expect(running.plan.target if running is not None else None)
 
     def _coordinator(self) -> Coordinator:
         options = self._options
@@ -231,8 +251,8 @@ class FleetService:
             raise WeightSyncError(
                 Reason.APPLY_RESTORED,
                 f"the fleet decided against version {outcome.target.number} "
-                f"({outcome.reason or 'no reason is known'}); its members serve what they served, "
-                "see `weightsync fleet status`",
+                f"({outcome.reason or 'no reason is known'}); its members go back to what they "
+                "served, see `weightsync fleet status`",
                 metadata={"fleet_apply": str(outcome.number)},
             )
         return await self._status.report(outcome.number)
@@ -294,9 +314,9 @@ class _ProgressLog:
             return
         self._last = progress
         logger.info(
-            "apply %d of the fleet: decision %d of %d; %d prepared, %d ready, %d done",
+            "apply %d of the fleet: %d of %d decisions; %d prepared, %d ready, %d done",
             progress.number,
-            progress.step,
+            progress.decided,
             progress.decisions,
             progress.prepared,
             progress.ready,

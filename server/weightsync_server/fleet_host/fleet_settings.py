@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 from weightsync.errors import WeightSyncError
 from weightsync_server.fleet.fleet_limits import FleetLimits
 from weightsync_server.fleet.fleet_records import check_member
+from weightsync_server.register.register_url import check_register_url
 
 __all__ = ["FleetSettings"]
 
@@ -77,8 +78,9 @@ class FleetSettings(BaseModel):
                 raise ValueError("fleet_ca, fleet_cert and fleet_key are for --fleet; name one")
             return self
         try:
-            check_member(self.fleet)
+            check_member(self.fleet, "fleet")
             check_member(self.fleet_member)
+            check_register_url(self.fleet_register, self.fleet)
             _ = self.fleet_limits
         except WeightSyncError as error:
             raise ValueError(error.message) from error

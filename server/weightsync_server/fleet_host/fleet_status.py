@@ -38,15 +38,14 @@ class FleetStatusReader:
             WeightSyncError: The register cannot be read.
         """
         history = await self._reader.read()
-        listed = await self._register.list(MEMBERS)
-        members = [list_member(key[len(MEMBERS) :], value) for key, value in sorted(listed.items())]
+        members = await self._members()
         status = pb.GetFleetStatusResponse(
             members=members,
             skew=max((_behind(history, one) for one in members), default=0),
             undecided=sum(one.state == Mode.PAUSED for one in members),
         )
         if history.newest is not None:
-            status.newest.CopyFrom(await self._report(history.newest))
+            status.newest.CopyFrom(await self._report(history.newest, members))
         if history.target is not None:
             status.decided_version = history.target.number
             status.decided_digest = history.target.digest
@@ -60,9 +59,15 @@ class FleetStatusReader:
         """
         history = await self._reader.read()
         found = [one for one in history.applies if one.plan.number == number]
-        return await self._report(found[0]) if found else pb.FleetReport()
+        if not found:
+            return pb.FleetReport()
+        return await self._report(found[0], await self._members())
 
-    async def _report(self, apply: Apply) -> pb.FleetReport:
+    async def _members(self) -> list[pb.FleetMember]:
+        listed = await self._register.list(MEMBERS)
+        return [list_member(key[len(MEMBERS) :], value) for key, value in sorted(listed.items())]
+
+    async def _report(self, apply: Apply, present: list[pb.FleetMember]) -> pb.FleetReport:
         plan, outcome = apply.plan, apply.outcome
         listed = await self._register.list(reports_prefix(plan.number))
         reports = parse_reports(plan.number, listed)
@@ -72,10 +77,16 @@ class FleetStatusReader:
             content_digest=plan.target.digest,
             decision=outcome.value if outcome is not None else "",
             reason=apply.reason if outcome is Verdict.ABORT else "",
+            rollback_reason=plan.reason if plan.rejects else "",
             order=plan.kind.value,
             decisions=len(apply.decisions),
             decisions_needed=plan.decisions,
             members=[_progress(name, plan.wave_of(name), reports) for name in sorted(plan.members)],
+            fenced_others=[
+                one.name
+                for one in present
+                if one.state == Mode.FENCED and one.name not in plan.members
+            ],
         )
 
 

@@ -38,6 +38,7 @@ def list_member(name: str, value: bytes) -> pb.FleetMember:
         state=_text(record, "mode") or "unknown",
         release=_text(record, "release"),
         older=_is_older(record),
+        reason=_text(record, "why"),
     )
     match record.get("live"):
         case [int(number), str(digest)] if 0 < number <= MAX_VERSION:

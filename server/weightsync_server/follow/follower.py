@@ -1,21 +1,24 @@
-"""The loop of a follower: what is newest in the origin is fetched, kept and staged here."""
+"""The loop of a follower: what is newest in the origin, or wanted, is fetched and kept here."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from weightsync import failpoints
+from weightsync import clock, failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.local_numbers import FIRST_LOCAL
 from weightsync_server.follow.fetch_plan import Fetch, fetch_plan
+from weightsync_server.follow.fetch_push import begin_request, push_key
 from weightsync_server.follow.newest_staging import NewestStaging
+from weightsync_server.follow.wanted_version import Wanted
 from weightsync_server.ops.os_errors import to_refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Iterator, Sequence
     from typing import Any
 
     from weightsync_server.catalog.record import VersionRecord
@@ -58,7 +61,8 @@ _PASSING = frozenset(
 class Follower:
     """Keeps the newest version of an origin here, staged, under its number and with its digests.
 
-    What cannot be had, or is not what it should be, becomes no version; it is tried again.
+    Besides, what somebody wants, one version at a time. What cannot be had, or is not what it
+    should be, becomes no version; it is tried again.
 
     Args:
         origin: Where versions come from; closed with this.
@@ -85,7 +89,8 @@ class Follower:
         self._newest = NewestStaging(model, self._fetch_again)
         self._fetched_again = 0
         self._damaged = asyncio.Event()
-        self._wanted = asyncio.Event()
+        self._wanted: list[Wanted] = []
+        self._asked = asyncio.Event()
         model.table.on_damage.append(self._on_damage)
         self._task: asyncio.Task[None] | None = None
 
@@ -100,9 +105,44 @@ class Follower:
             await asyncio.wait([self._task])
         await self._origin.close()
 
-    def look(self) -> None:
-        """Look at the origin at once: somebody waits for what it has, also after a failure."""
-        self._wanted.set()
+    @contextlib.contextmanager
+    def wanting(self, version: int, content_digest: str = "") -> Iterator[None]:
+        """Fetch a version before the newest, at once, also after a failure, until the block ends.
+
+        Of several that are wanted, one after the other.
+
+        Args:
+            version: Its number.
+            content_digest: Its content; empty: what the origin has under that number.
+        """
+        wanted = Wanted(version, content_digest)
+        self._wanted.append(wanted)
+        self._asked.set()
+        try:
+            yield
+        finally:
+            self._wanted.remove(wanted)
+
+    async def lacking(self, version: int, content_digest: str = "") -> WeightSyncError | None:
+        """Return why a version will not come; None: it may, also if the origin cannot be asked.
+
+        Args:
+            version: As for `wanting`.
+            content_digest: As for `wanting`.
+        """
+        wanted = Wanted(version, content_digest)
+        end = clock.monotonic() + self._origin.patience_s
+        while True:
+            try:
+                async with asyncio.timeout(_FIND_S):
+                    versions = await self._versions()
+            except (WeightSyncError, TimeoutError):
+                return None
+            if (found := wanted.among(versions)) is not None:
+                return self._conflict(found)
+            if clock.monotonic() >= end:
+                return wanted.refusal(versions, self.url)
+            await asyncio.sleep(_AGAIN_S)
 
     async def find(self, content_digest: str) -> CommitRecord | None:
         """Return the origin's newest version with this content; see `OriginNumbers`."""
@@ -115,16 +155,18 @@ class Follower:
         same = (v for v in reversed(versions) if v.content_digest == content_digest)
         return next(same, None)
 
-    def plan(self, versions: Sequence[CommitRecord]) -> list[Fetch]:
+    def plan(
+        self, versions: Sequence[CommitRecord], wanted: CommitRecord | None = None
+    ) -> list[Fetch]:
         """Return what is to be fetched of an origin that has these versions, by number."""
         highest = self._model.table.highest
-        return fetch_plan(versions, highest, self._holds, self._holds_alike, self._trusts)
+        return fetch_plan(versions, highest, self._holds, self._holds_alike, self._trusts, wanted)
 
     def kept_bytes(self, fetch: Fetch) -> int:
         """Return how much of a fetch that was cut short lies on this host's disk."""
         for one in self._pushes.status():
             state = self._pushes.find(one.push_id).state
-            if state.request.idempotency_key == _key(fetch):
+            if state.request.idempotency_key == push_key(fetch):
                 return sum(shard.size for shard in (state.suspended or {}).values())
         return 0
 
@@ -132,20 +174,20 @@ class Follower:
         wait_s = _AGAIN_S
         while True:
             # What is wanted, or found, from now on is not in what is looked at now.
-            self._wanted.clear()
+            self._asked.clear()
             self._damaged.clear()
             try:
                 await self._catch_up()
                 self._complaint, wait_s = "", _AGAIN_S
-                await _first(self._origin.changed(), self._damaged.wait(), self._wanted.wait())
+                await _first(self._origin.changed(), self._damaged.wait(), self._asked.wait())
             except Exception as error:  # noqa: BLE001 - whatever it was, it is tried again
                 self._complain(error)
                 wait_s = await self._back_off(wait_s)
 
     async def _back_off(self, wait_s: float) -> float:
         """Return how long to wait the next time, after that wait or once somebody asks."""
-        await _first(asyncio.sleep(wait_s), self._wanted.wait())
-        return _AGAIN_S if self._wanted.is_set() else min(2 * wait_s, _MOST_S)
+        await _first(asyncio.sleep(wait_s), self._asked.wait())
+        return _AGAIN_S if self._asked.is_set() else min(2 * wait_s, _MOST_S)
 
     def _on_damage(self, record: VersionRecord) -> None:
         if record.version == self._model.table.newest:
@@ -176,14 +218,40 @@ class Follower:
             raise
         self._metrics.set_up(up=True)
         self._lag(versions)
+        failure = await self._bring_wanted(versions)
         fetches = self.plan(versions)
         if not fetches:
             await self._drop_others("")
         for fetch in fetches:
-            await self._fetch(fetch, _key(fetch))
+            await self._fetch(fetch, push_key(fetch))
             self._lag(versions)
         self._check_same(versions)
-        await self._newest.stage(versions)
+        if not self._wanted:
+            # Else it would take its slot from what is wanted, before that is used.
+            await self._newest.stage(versions)
+        if failure is not None:
+            raise failure
+
+    async def _bring_wanted(self, versions: Sequence[CommitRecord]) -> WeightSyncError | None:
+        """Bring what is wanted, as far as the origin has it; return why something is wrong in it.
+
+        Raises:
+            WeightSyncError: Why it cannot come now: what has come of it is not given up for others.
+        """
+        failure = None
+        for wanted in tuple(self._wanted):
+            version = wanted.among(versions)
+            if version is None or self._conflict(version) is not None:
+                # Who waits for it is told by `lacking`.
+                continue
+            try:
+                for fetch in self.plan(versions, version):
+                    await self._fetch(fetch, push_key(fetch), backfill=True)
+            except WeightSyncError as error:
+                if error.reason in _PASSING:
+                    raise
+                failure = error
+        return failure
 
     async def _versions(self) -> Sequence[CommitRecord]:
         # What another follower alone has is nobody else's.
@@ -218,17 +286,22 @@ class Follower:
         """
         self._check_begun_anew(versions)
         for version in versions:
-            if not self._knows(version) or self._holds(version):
+            if (conflict := self._conflict(version)) is None:
                 continue
-            content = self._model.table.get(version.version).content_digest
-            conflict = WeightSyncError(
-                Reason.VERSION_CONFLICT,
-                f"version {version.version} has content {content} here and "
-                f"{version.content_digest} in {self._origin.url}; {_WAYS_ON}",
-            )
             if version is versions[-1]:
                 raise conflict
             self._tell_once(conflict.message)
+
+    def _conflict(self, version: CommitRecord) -> WeightSyncError | None:
+        """Return the refusal of a number that means other content here; None: it does not."""
+        if not self._knows(version) or self._holds(version):
+            return None
+        content = self._model.table.get(version.version).content_digest
+        return WeightSyncError(
+            Reason.VERSION_CONFLICT,
+            f"version {version.version} has content {content} here and "
+            f"{version.content_digest} in {self._origin.url}; {_WAYS_ON}",
+        )
 
     def _check_begun_anew(self, versions: Sequence[CommitRecord]) -> None:
         """Raise if the origin gives numbers anew that are lower than those that were used here.
@@ -266,28 +339,29 @@ class Follower:
         """
         fetch = Fetch(version, delta=False)
         # Of its own, or it would be answered with what was committed.
-        await self._fetch(fetch, f"{_key(fetch)}-{self._fetched_again}")
+        await self._fetch(fetch, f"{push_key(fetch)}-{self._fetched_again}")
         self._fetched_again += 1
 
-    async def _fetch(self, fetch: Fetch, key: str) -> None:
+    async def _fetch(self, fetch: Fetch, key: str, *, backfill: bool = False) -> None:
         """Make one version exist here, unless an engine's checkpoint becomes it meanwhile.
 
         Args:
             fetch: Which, and how.
             key: Finds what has come of it already.
+            backfill: Its number may lie below others that were used here.
 
         Raises:
             WeightSyncError: It does not; what is wrong in it has left nothing behind.
         """
         version, push = fetch.version, None
-        request = _begin(fetch, key)
+        request = begin_request(fetch, key)
         await self._drop_others(key)
         await failpoints.reach("follow.fetch")
         await self._model.epochs.follow(version.epoch)
         if await self._is_adopted(version.version):
             return
         try:
-            push = await self._pushes.open(request, None)
+            push = await self._pushes.open(request, None, backfill=backfill)
             if push.state.committed is None:
                 await self._origin.bring(push, fetch)
             commit = pb.CommitPushRequest(content_digest=version.content_digest)
@@ -342,27 +416,3 @@ async def _first(*works: Coroutine[Any, Any, object]) -> None:
     for task in tasks:
         if not task.cancelled():
             task.result()
-
-
-def _key(fetch: Fetch) -> str:
-    # With its number: an origin may have one content under several.
-    version, form = fetch.version, "delta" if fetch.delta else "full"
-    return f"follow-{version.version}-{version.content_digest}-{form}"
-
-
-def _begin(fetch: Fetch, key: str) -> pb.BeginPushRequest:
-    """Return the call that opens the push of a version; the same one finds it again."""
-    version = fetch.version
-    request = pb.BeginPushRequest(
-        model=version.model,
-        version=version.version,
-        kind=pb.PUSH_KIND_DELTA if fetch.delta else pb.PUSH_KIND_FULL,
-        total_bytes=version.delta_bytes if fetch.delta else version.size_bytes,
-        metadata=version.metadata,
-        idempotency_key=key,
-    )
-    if fetch.delta:
-        request.base_content_digest = version.base_content_digest
-    else:
-        request.shard_count = version.shard_count
-    return request

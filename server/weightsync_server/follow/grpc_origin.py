@@ -99,9 +99,14 @@ class GrpcOrigin:
         pushes: Where a version's push is found by the stream that brings its bytes.
         interval_s: How often it is asked without having told anything, seconds.
 
+    Attributes:
+        patience_s: It may be a follower, which begins to fetch the same version a moment later.
+
     Raises:
         WeightSyncError: REQUEST_INVALID; a file for TLS cannot be used.
     """
+
+    patience_s = 3.0
 
     def __init__(self, access: OriginAccess, model: str, pushes: Pushes, interval_s: float) -> None:
         self.url = access.url

@@ -19,9 +19,12 @@ class Origin(Protocol):
 
     Attributes:
         url: Where it is.
+        patience_s: How long a version that it lacks may yet come to it from where it has its own,
+            seconds.
     """
 
     url: str
+    patience_s: float
 
     async def versions(self) -> Sequence[CommitRecord]:
         """Return the committed versions that exist now, by number.

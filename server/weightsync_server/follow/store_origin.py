@@ -32,7 +32,12 @@ class StoreOrigin:
         interval_s: How often it is looked for new versions, seconds.
         meters: Counts the bytes that come.
         cache: Is asked for shards first; None: there is no such.
+
+    Attributes:
+        patience_s: What lacks in a store, nobody brings there because it is asked for.
     """
+
+    patience_s = 0.0
 
     def __init__(
         self,

@@ -209,8 +209,16 @@ class PushService:
             )
         return push
 
-    async def open(self, request: pb.BeginPushRequest, deadline_s: float | None) -> Push:
-        """Return the push that a begin opens or joins; it has its slot."""
+    async def open(
+        self, request: pb.BeginPushRequest, deadline_s: float | None, *, backfill: bool = False
+    ) -> Push:
+        """Return the push that a begin opens or joins; it has its slot.
+
+        Args:
+            request: The call.
+            deadline_s: As for `begin`.
+            backfill: See `VersionRecord`.
+        """
         check_begin(request, self.limits)
         if self._shut:
             raise WeightSyncError(
@@ -226,7 +234,7 @@ class PushService:
             # No await between here and the entry in _open, nor since it was looked for: of two
             # pushes of a version, or of a key, one is open.
             epoch = self._model.epochs.check(request.epoch)
-            push = self._create(request, epoch)
+            push = self._create(request, epoch, backfill=backfill)
             if push.state.writers is not None:
                 push.state.writers.come(request.writer)
             await start(push, deadline_s)
@@ -306,7 +314,7 @@ class PushService:
             if push.state.record.version == version and push.state.error:
                 await push.lifecycle.closed()
 
-    def _create(self, request: pb.BeginPushRequest, epoch: int) -> Push:
+    def _create(self, request: pb.BeginPushRequest, epoch: int, *, backfill: bool) -> Push:
         who = caller.get()
         self._shares.check(who, sum(push.state.caller == who for push in self._open.values()))
         if len(self._open) >= self.limits.max_pushes:
@@ -318,9 +326,10 @@ class PushService:
             )
         table = self._model.table
         version = request.version or table.next_version()
-        existing = self._existing(version)
+        existing = self._existing(version, backfill=backfill)
         base = base_of(self._model, request)
         record = VersionRecord(request.model, version, epoch, dict(request.metadata))
+        record.backfill = backfill
         push = self._factory.make(record, request, existing=existing, base=base)
         if request.fallback_reason:
             # The next push of this trainer will be a delta.
@@ -332,7 +341,7 @@ class PushService:
             table.add(record)
         return push
 
-    def _existing(self, version: int) -> VersionRecord | None:
+    def _existing(self, version: int, *, backfill: bool) -> VersionRecord | None:
         """Return the version that a push would repeat, if it may be opened at all."""
         for push in self._open.values():
             if push.state.record.version == version:
@@ -363,7 +372,7 @@ class PushService:
                     metadata={"newest_version": str(highest)},
                 )
             return existing
-        if existing is not None and existing.commit is not None:
+        if backfill or (existing is not None and existing.commit is not None):
             return existing
         raise table.not_above(version)
 

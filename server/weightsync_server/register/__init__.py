@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.register.register_url import ETCD_SCHEMES, parse_folder_url
 from weightsync_server.store.objects.object_keys import SCHEMES
 
 if TYPE_CHECKING:
@@ -41,22 +40,13 @@ def open_register(url: str, tls: EtcdTls | None = None, *, timeout_s: float = 10
             Reason.REQUEST_INVALID,
             "certificates are for a register at etcds:// alone; name one, or leave them out",
         )
-    if scheme in ("etcd", "etcds"):
+    if scheme in ETCD_SCHEMES:
         addresses, prefix = parse_etcd_url(url)
         return EtcdRegister(
             EtcdChannels(addresses, timeout_s, secure=scheme == "etcds", tls=tls), url, prefix
         )
-    if scheme == "file":
-        parts = urlsplit(url)
-        if not (parts.netloc or parts.query or parts.fragment) and parts.path.startswith("/"):
-            return FolderRegister(Path(unquote(parts.path)))
     if scheme in SCHEMES:
         from weightsync_server.register.bucket_register import BucketRegister
 
         return BucketRegister(url, timeout_s)
-    raise WeightSyncError(
-        Reason.NOT_SUPPORTED,
-        f"no register can be opened at {url!r}; use file:///absolute/path, "
-        "etcd://host:port,host:port/prefix or etcds:// with the same, s3://bucket/prefix, gs:// or "
-        "az://",
-    )
+    return FolderRegister(parse_folder_url(url))

@@ -142,9 +142,8 @@ class BucketRegister:
         except TimeoutError:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                f"{what} was not answered by {self.url} within {self._timeout_s:g} s, and it is "
-                "not known whether it was or will be done; see that the store can be reached, then "
-                "call again",
+                f"{what} was not answered by {self.url} within {self._timeout_s:g} s, so that it "
+                "may be done or not; see that the store can be reached, then call again",
             ) from None
 
     async def _open(self) -> None:

@@ -118,9 +118,9 @@ class EtcdChannels:
             await asyncio.sleep(_PAUSE_S)
         raise WeightSyncError(
             Reason.DEADLINE_EXCEEDED,
-            f"{what} was not answered by etcd within {self._timeout_s:g} s ({last}), and it is not "
-            "known whether it was or will be done; see that most of its members run and that "
-            "addresses and TLS fit, then call again",
+            f"{what} was not answered by etcd within {self._timeout_s:g} s ({last}), so that it "
+            "may be done or not; see that most of etcd's own members run and that addresses and "
+            "TLS fit, then call again",
         )
 
     @property

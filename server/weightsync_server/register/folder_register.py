@@ -23,6 +23,7 @@ from weightsync_server.register.register import (
     list_in_turn,
     not_creatable,
 )
+from weightsync_server.store.objects.object_keys import MARKER as STORE_MARKER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -45,12 +46,13 @@ class FolderRegister:
         folder: Made when missing.
 
     Raises:
-        WeightSyncError: REQUEST_INVALID; it cannot be written. NOT_SUPPORTED; its file system
-            cannot link files that have no name yet.
+        WeightSyncError: REQUEST_INVALID; it cannot be written, or lies in a store of versions.
+            NOT_SUPPORTED; its file system cannot link files that have no name yet.
     """
 
     def __init__(self, folder: Path) -> None:
         self.url = folder.as_uri()
+        _check_apart(folder)
         self._records = folder / "records"
         self._members = FolderMembers(folder / "members")
         try:
@@ -178,6 +180,16 @@ def _name(key: str) -> str:
 
 def _key(name: str) -> str:
     return name.replace(_SLASH, "/")
+
+
+def _check_apart(folder: Path) -> None:
+    for store in (folder, *folder.parents):
+        if (store / STORE_MARKER).exists():
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{store} is a store of versions, and what a register keeps would lie among them; "
+                "give the register a folder of its own",
+            )
 
 
 def _unusable(folder: Path, error: OSError) -> WeightSyncError:

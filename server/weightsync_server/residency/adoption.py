@@ -121,9 +121,11 @@ class CheckpointAdoption:
             # No await between here and `add`: a push may take the number meanwhile.
             if record.version and record.version < self._table.next_version():
                 raise self._table.not_above(record.version)
-            record.version = record.version or number or self._table.adoption_version()
-            if self._table.find(record.version) is not None:
-                raise _taken(record.version)
+            number = record.version or number or self._table.adoption_version()
+            if self._table.find(number) is not None:
+                # Not ours then: what is stored under it is dropped with nothing of this.
+                raise _taken(number)
+            record.version = number
             try:
                 await self._commit_new(record, manifest, adopted=True)
             except WeightSyncError as error:

@@ -185,6 +185,12 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
             self._check_model(request.model)
         return await self._in_fleet().status()
 
+    async def AbortFleetApply(self, request: pb.AbortFleetApplyRequest, context: Any) -> Any:
+        """End the apply of the fleet that runs."""
+        if request.model:
+            self._check_model(request.model)
+        return await self._in_fleet().abort(request)
+
     def _in_fleet(self) -> FleetService:
         if self._fleet is None:
             raise WeightSyncError(

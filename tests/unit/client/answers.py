@@ -307,3 +307,7 @@ class Answers(pb_grpc.WeightSyncServicer):
     def GetFleetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         self.note("GetFleetStatus", request, context)
         return pb.GetFleetStatusResponse()
+
+    def AbortFleetApply(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
+        self.note("AbortFleetApply", request, context)
+        return pb.AbortFleetApplyResponse()

@@ -129,6 +129,10 @@ def test_status_without_vllm_names_no_version_of_it(run: Run) -> None:
             "reader may not call ApplyVersion; use Rollback",
             "reader may not call `weightsync apply`; use `weightsync rollback`",
         ),
+        (
+            "reader may not call /weightsync.v1.WeightSync/ApplyVersion; it takes role apply",
+            "reader may not call `weightsync apply`; it takes role apply",
+        ),
     ],
 )
 def test_remedies_are_told_as_this_command_does_them(

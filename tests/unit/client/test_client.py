@@ -63,6 +63,7 @@ PUBLIC = [
     "EngineStatus",
     "ExhaustedError",
     "Fallback",
+    "FleetApplyOptions",
     "FleetChoices",
     "FleetMemberReport",
     "FleetMemberStatus",

@@ -33,7 +33,7 @@ MAY_CALL = {
     Role.READ: READING - {"ReadStaged"},
     Role.FOLLOW: LOOKING | {"PullWeights"},
     Role.MEMBER: {"Join", "ReadStaged"},
-    Role.FLEET: APPLYING,
+    Role.FLEET: APPLYING | {"AbortFleetApply"},
     Role.TRAIN: ASKING | PUSHING - {"AcquireEpoch"} | {"Attach", "WriteInPlace"},
     Role.ADMIN: {method.name for method in METHODS.values()},
 }

@@ -108,12 +108,15 @@ async def test_what_one_refuses(fleet: Fleet, kind: Kind, what: str) -> None:
 async def test_one_wave_at_a_time(fleet: Fleet) -> None:
     await fleet.start("a", "b", "c", "d")
     steps: list[tuple[int, dict[str, int]]] = []
-    coordinator = fleet.coordinator(on_progress=lambda now: steps.append((now.step, fleet.serving)))
+    coordinator = fleet.coordinator(
+        on_progress=lambda now: steps.append((now.decided, fleet.serving))
+    )
     await coordinator.apply(version(2), Kind.ROLLING, max_unavailable=2)
-    for step, serving in steps:
-        if step == 1:
+    assert {decided for decided, _ in steps} == {0, 1, 2, 3}
+    for decided, serving in steps:
+        if decided == 0:
             assert serving == dict.fromkeys("abcd", 1)
-        if step == 2:
+        if decided == 1:
             assert (serving["c"], serving["d"]) == (1, 1)
     assert fleet.serving == dict.fromkeys("abcd", 2)
 
@@ -135,13 +138,14 @@ async def test_a_rollback_is_for_all_and_rejects_by_content(fleet: Fleet, kind: 
     coordinator = fleet.coordinator()
     for number in (2, 3):
         await coordinator.apply(version(number), kind)
-    outcome = await coordinator.rollback(kind)
+    outcome = await coordinator.rollback(kind, reason="bad answers")
     assert (outcome.verdict, outcome.target) == (Verdict.COMMIT, version(2))
     assert fleet.serving == {"a": 2, "b": 2}
     await until(lambda: all(version(3).digest in host.rejected for host in fleet.hosts.values()))
     await fleet.start("late")
     await fleet.until_serving(a=2, b=2, late=2)
     await until(lambda: version(3).digest in fleet.hosts["late"].rejected)
+    assert {host.rejected_reason for host in fleet.hosts.values()} == {"bad answers"}
     with pytest.raises(WeightSyncError, match="was rejected by a rollback") as caught:
         await coordinator.apply(replace(version(3), number=4), kind)
     assert caught.value.reason == Reason.VERSION_REJECTED

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weightsync_server.fleet.fleet_history import Apply, History
-from weightsync_server.fleet.fleet_plan import FleetPlan, FleetVersion, Kind, Verdict
+from weightsync_server.fleet.fleet_plan import ApplyPhase, FleetPlan, FleetVersion, Kind, Verdict
 from weightsync_server.fleet.member_steps import (
     Fence,
     MemberState,
     Mode,
     Prepare,
+    Resume,
     Wait,
     next_step,
 )
@@ -72,3 +73,16 @@ def test_a_displaced_one_stops_what_generates_since_before_its_start() -> None:
     begun = MemberState("m", None, Mode.FENCED, unasked=True, displaced=True)
     assert isinstance(next_step(begun, None), Fence)
     assert next_step(replace(begun, unasked=False), None) == Wait()
+
+
+def test_one_that_holds_what_is_not_decided_yet_does_not_serve_it() -> None:
+    back = FleetPlan(3, "n", Kind.ROLLING, _version(1), _version(2), (("a",), ("m",)), 3)
+    applies = (_apply(1, Kind.ROLLING, committed=True), Apply(back, decisions=(Verdict.COMMIT,)))
+    said = frozenset({(3, ApplyPhase.PREPARED)})
+    state = replace(_SERVES_OLD, mode=Mode.FENCED, said=said)
+    assert next_step(state, History(applies)) == Wait()
+    both = Apply(back, decisions=(Verdict.COMMIT, Verdict.COMMIT))
+    assert next_step(state, History((applies[0], both))) == Resume()
+    # What was decided before the apply may be served until it ends.
+    state = replace(state, live=_version(2), prepared=Prepare(_version(1)))
+    assert next_step(state, History(applies)) == Resume()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def following(it: Site, origin: World) -> Follower:
         StoreOrigin(open_reader(origin.model.store.url), MODEL, 0.02, Metrics(MODEL)),
     )
     made = Follower(store, here.model, here.pushes, FollowMetrics(Metrics(MODEL)))
-    it.host.on_missing = made.look
+    it.host.source = made
     it.host._fetch_s = 15
     return made
 
@@ -76,18 +77,103 @@ async def test_a_follower_in_back_off_is_woken(
             await made.stop()
 
 
-async def test_a_version_that_is_nowhere_is_asked_for_once(tmp_path: Path) -> None:
+@contextlib.asynccontextmanager
+async def one_that_follows(folder: Path, origin: World) -> AsyncIterator[tuple[Site, Follower]]:
+    """A host that serves version 1 and follows the origin."""
+    await asyncio.to_thread(folder.mkdir)
+    async with site(folder, {"e": Engine(folder / "segments.sock")}) as it:
+        await it.up()
+        made = following(it, origin)
+        made.start()
+        try:
+            yield it, made
+        finally:
+            await made.stop()
+
+
+async def test_what_is_older_than_the_newest_is_fetched_when_the_fleet_goes_there(
+    tmp_path: Path, origin: World
+) -> None:
+    for number in (2, 3, 4):
+        await origin.push(shards(number), number)
+    async with one_that_follows(tmp_path / "host", origin) as (it, _):
+        table = it.here.model.table
+        await until(lambda: table.newest == 4)
+        assert table.find(3) is None
+        await it.host.prepare(FleetVersion(3, content(shards(3))))
+        await it.host.commit(FleetVersion(3, content(shards(3))))
+        assert it.serves() == {3}
+        # By its number alone, as where an apply begins.
+        assert await it.host.find(2) == FleetVersion(2, content(shards(2)))
+        assert [record.version for record in table.list()] == [4, 3, 2, 1]
+        assert (table.newest, table.highest) == (4, 4)
+
+
+async def test_one_that_the_origin_lacks_is_refused_at_once_in_a_true_sentence(
+    tmp_path: Path, origin: World
+) -> None:
+    await origin.push(shards(2), 2)
+    async with one_that_follows(tmp_path / "host", origin) as (it, made):
+        await until(lambda: it.here.model.table.newest == 2)
+        it.host._fetch_s = 3600.0
+        with pytest.raises(WeightSyncError, match=f"nor in {made.url}: the newest there is 2") as e:
+            await it.host.find(9)
+        assert e.value.reason is Reason.VERSION_UNKNOWN
+        assert e.value.metadata["newest_version"] == "2"
+        with pytest.raises(WeightSyncError, match="version 9 is neither on this host nor in"):
+            await it.host.prepare(FleetVersion(9, "9" * 32))
+        with pytest.raises(WeightSyncError, match=f"not {'9' * 32}, which is wanted") as e:
+            await it.host.prepare(FleetVersion(2, "9" * 32))
+        assert e.value.reason is Reason.VERSION_UNKNOWN
+        assert it.serves() == {1}
+
+
+async def test_one_that_does_not_come_is_waited_for_as_long_as_it_may(
+    tmp_path: Path, origin: World
+) -> None:
+    await origin.push(shards(2), 2)
+    damage(Path(origin.model.store.shard_path(MODEL, 2, 0) or ""))
+    await origin.push(shards(3), 3)
+    async with one_that_follows(tmp_path / "host", origin) as (it, made):
+        it.host._fetch_s = 0.3
+        with pytest.raises(WeightSyncError, match=f"has not come from {made.url} in 0.3 s") as e:
+            await it.host.prepare(FleetVersion(2, content(shards(2))))
+        assert e.value.reason is Reason.VERSION_UNKNOWN
+        with pytest.raises(WeightSyncError, match="has not come from"):
+            await it.host.find(2)
+        # What is wrong in one keeps nobody from the newest.
+        await until(lambda: it.here.model.table.newest == 3)
+        assert it.here.model.table.find(2) is None
+
+
+async def test_what_is_expected_is_fetched_before_it_is_asked_for(
+    tmp_path: Path, origin: World
+) -> None:
+    for number in (2, 3, 4):
+        await origin.push(shards(number), number)
+    async with one_that_follows(tmp_path / "host", origin) as (it, made):
+        table = it.here.model.table
+        await until(lambda: table.newest == 4)
+        it.host.expect(FleetVersion(3, content(shards(3))))
+        await until(lambda: table.find(3) is not None and table.get(3).commit is not None)
+        # One at a time, and none when the apply has ended.
+        it.host.expect(FleetVersion(2, content(shards(2))))
+        it.host.expect(FleetVersion(2, content(shards(2))))
+        assert len(made._wanted) == 1
+        it.host.expect(None)
+        assert made._wanted == []
+        it.host.expect(FleetVersion(4, content(shards(4))))
+        assert made._wanted == []
+        assert it.serves() == {1}
+
+
+async def test_who_follows_nothing_says_what_to_do(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "segments.sock")
-    asked: list[int] = []
     async with site(tmp_path, {"e": engine}) as it:
         await it.up()
-        it.host.on_missing = lambda: asked.append(1)
-        it.host._fetch_s = 0.3
-        with pytest.raises(WeightSyncError) as caught:
+        with pytest.raises(WeightSyncError, match="start this server with --follow") as caught:
             await it.host.prepare(FleetVersion(9, "9" * 32))
         assert caught.value.reason is Reason.VERSION_UNKNOWN
-        with pytest.raises(WeightSyncError):
+        with pytest.raises(WeightSyncError, match="has no version 9: the newest is 1"):
             await it.host.find(9)
-        # What is here is asked for nowhere.
         assert await it.host.find(1) == it.version(1)
-        assert asked == [1, 1]

@@ -251,8 +251,13 @@ async def test_it_rejects_by_content_and_knows_what_is_not_here(
     async with site(tmp_path, engines) as it:
         await it.up()
         await it.push(2)
-        await it.host.reject(it.version(2).digest)
+        await it.host.reject(it.version(2).digest, "bad answers")
         assert it.here.model.table.get(2).serving == pb.SERVING_REJECTED
+        assert it.here.model.table.get(2).rejected_reason == "bad answers"
+        for _ in range(2):
+            await it.host.accept(it.version(2).digest)
+            assert it.here.model.table.get(2).serving != pb.SERVING_REJECTED
+        await it.host.accept("ab" * 16)
         with pytest.raises(WeightSyncError, match="start this server with --follow") as caught:
             await it.host.prepare(FleetVersion(7, "ab" * 16))
         assert caught.value.reason is Reason.VERSION_UNKNOWN

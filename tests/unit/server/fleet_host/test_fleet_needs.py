@@ -15,7 +15,7 @@ from weightsync.errors import WeightSyncError
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.fleet.fleet_keys import APPLIES, member_key
 from weightsync_server.fleet.fleet_plan import FleetVersion, Kind
-from weightsync_server.fleet.fleet_records import encode_member
+from weightsync_server.fleet.fleet_records import FORMAT, encode_member
 from weightsync_server.fleet_host.fleet_needs import FleetNeeds
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ async def test_nothing_is_collected_while_the_register_cannot_be_read(
         await asyncio.to_thread(away.rename, folder)
         await found.close()
         # Nor for somebody whose record is of another release.
-        newer = await fleet.register.member(member_key("d"), in_format(3, member(2)), 10)
+        newer = await fleet.register.member(member_key("d"), in_format(FORMAT + 1, member(2)), 10)
         await push(here, 6)
         assert kept(here) == [1, 2, 3, 4, 5, 6]
         await newer.close()

@@ -26,6 +26,7 @@ def planned(
     *,
     other_shards: frozenset[int] = frozenset(),
     distrusted: frozenset[int] = frozenset(),
+    wanted: int = 0,
 ) -> list[tuple[int, str]]:
     steps = fetch_plan(
         versions,
@@ -33,6 +34,7 @@ def planned(
         lambda version: version.version in here,
         lambda version: version.version in here - other_shards,
         lambda version: version.version not in distrusted,
+        next((version for version in versions if version.version == wanted), None),
     )
     return [(step.version.version, "delta" if step.delta else "full") for step in steps]
 
@@ -99,3 +101,15 @@ def test_a_delta_that_has_failed_is_not_fetched_again() -> None:
 def test_what_lies_below_all_that_is_here_is_not_fetched() -> None:
     # The origin has deleted its newest.
     assert planned([record(1), record(2)], {3}) == []
+
+
+def test_one_that_is_wanted_is_fetched_below_the_newest_by_its_delta_or_in_full() -> None:
+    assert planned(chain(4), {1, 5}, wanted=2) == [(2, "delta")]
+    assert planned(chain(4), {1, 5}, wanted=2, distrusted=frozenset({2})) == [(2, "full")]
+    # No chain brings others below what is here.
+    assert planned(chain(4), {1, 5}, wanted=3) == [(3, "full")]
+    assert planned(chain(4), {1, 3, 5}, wanted=3) == []
+
+
+def test_one_that_is_wanted_above_all_that_is_here_comes_by_its_chain() -> None:
+    assert planned(chain(4), {1}, wanted=3) == [(2, "delta"), (3, "delta")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from tests.unit.server.deltas.pushing import push_delta, sparse_history, until
 from tests.unit.server.follow.conftest import following
 from tests.unit.server.world import MODEL, Threads, begin, content, make_shard, simple, world
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.local_numbers import local_number
 from weightsync_server.follow.follow_metrics import FollowMetrics
 from weightsync_server.follow.follower import Follower
@@ -20,8 +22,6 @@ from weightsync_server.residency import adoption
 from weightsync_server.store import open_reader
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.unit.server.conftest import Offered
     from tests.unit.server.world import World
 
@@ -145,10 +145,15 @@ async def test_a_number_that_does_not_come_in_is_waited_for_no_longer_than_it_ma
 
         there.follower.find = find  # type: ignore[method-assign, assignment]  # at this very moment
         begun = await there.here.pushes.begin(begin(version=1), None)
+        await there.here.join(begun.push_id, [m for shard in simple(1) for m in shard.all()])
+        stored = Path(there.here.model.store.shard_path(MODEL, 1, 0) or "")
+        await until(stored.exists)
         with pytest.raises(WeightSyncError, match="retry when it is here") as caught:
             await there.here.model.adoption.adopt(offered(simple(1)), 0)
         assert caught.value.reason is Reason.PUSH_ABORTED
-        assert begun.version == 1
+        # What came of it is left alone.
+        commit = pb.CommitPushRequest(push_id=begun.push_id, content_digest=content(simple(1)))
+        assert (await there.here.pushes.commit(commit)).version == 1
 
 
 async def test_a_checkpoint_that_is_being_fetched_is_that_version(

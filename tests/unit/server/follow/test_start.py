@@ -12,7 +12,7 @@ from tests.unit.server.deltas.pushing import push_delta, sparse_history, until
 from tests.unit.server.world import MODEL, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.follow.fetch_plan import Fetch
-from weightsync_server.follow.follower import _begin, _key
+from weightsync_server.follow.fetch_push import begin_request, push_key
 from weightsync_server.follow.start import FollowOptions, start_follower
 from weightsync_server.ops.metrics import Metrics
 
@@ -122,7 +122,7 @@ async def test_what_was_fetched_before_a_restart_needs_no_room_again(
     await origin.push(shards, 1)
     async with world(tmp_path / "b", identity="b") as here:
         wanted = Fetch(origin.model.table.get(1).commit, delta=False)  # type: ignore[arg-type]
-        begun = await here.pushes.begin(_begin(wanted, _key(wanted)), None)
+        begun = await here.pushes.begin(begin_request(wanted, push_key(wanted)), None)
         await here.join(begun.push_id, shards[0].all())
         await until(lambda: bool(here.fetchers.persisted))  # type: ignore[attr-defined]
     async with world(tmp_path / "b", identity="b") as here:

@@ -16,6 +16,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops import durable_files
 from weightsync_server.register.folder_register import FolderRegister
 from weightsync_server.register.register import Creation
+from weightsync_server.store.objects.object_keys import MARKER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -161,3 +162,12 @@ def test_a_file_without_a_name_takes_no_name_that_is_taken(tmp_path: Path) -> No
                 durable_files.link(fd, path)
         os.close(fd)
     assert path.read_bytes() == b"first"
+
+
+def test_a_store_of_versions_is_no_place_for_it(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / MARKER).write_text("{}")
+    with pytest.raises(WeightSyncError, match="is a store of versions") as caught:
+        FolderRegister(tmp_path / "store" / "fleet")
+    assert caught.value.reason is Reason.REQUEST_INVALID
+    assert [one.name for one in (tmp_path / "store").iterdir()] == [MARKER]

@@ -1,0 +1,124 @@
+"""An apply that runs is ended by a call, unless it is decided already."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.fleet_hosts import version
+from tests.support.fleet_tasks import LIMITS, in_format, until
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.fleet import coordinator as coordinators
+from weightsync_server.fleet.decision import decide
+from weightsync_server.fleet.fleet_keys import plan_key, roster_key
+from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict
+from weightsync_server.fleet.fleet_records import FORMAT, encode_plan, encode_roster
+
+if TYPE_CHECKING:
+    from tests.support.fleet_tasks import Fleet
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize("kind", Kind)
+async def test_an_apply_that_nobody_gets_ready_for_is_ended(fleet: Fleet, kind: Kind) -> None:
+    await fleet.start("a", "b")
+    await fleet.coordinator().apply(version(2), kind)
+    # In a rolling apply "a" has gone to it by then, and goes back.
+    gate = fleet.hosts["b"].gate = asyncio.Event()
+    applying = asyncio.create_task(fleet.coordinator().apply(version(3), kind))
+    if kind is Kind.ROLLING:
+        await fleet.until_serving(a=3, b=2)
+    else:
+        await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
+    with pytest.raises(WeightSyncError, match="end it with `weightsync fleet abort`") as caught:
+        await fleet.coordinator().rollback(kind)
+    done = int(kind is Kind.ROLLING)
+    far = f"(to version 3, {done} of {done * 2 + 1} decisions)"
+    assert f"apply 2 of the fleet runs {far}; wait for it" in caught.value.message
+    ended = await fleet.coordinator().abort("it was the wrong one")
+    assert ended is not None
+    assert (ended.number, ended.verdict) == (2, Verdict.ABORT)
+    assert ended.reason == "it was ended by a call: it was the wrong one"
+    outcome = await applying
+    assert (outcome.verdict, outcome.reason) == (Verdict.ABORT, ended.reason)
+    await fleet.until_serving(a=2, b=2)
+    gate.set()
+    assert (await fleet.coordinator().rollback(kind)).target == version(1)
+    await fleet.until_serving(a=1, b=1)
+
+
+async def test_nothing_that_runs_is_nothing_to_end(fleet: Fleet) -> None:
+    await fleet.start("a")
+    assert await fleet.coordinator().abort() is None
+    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    assert await fleet.coordinator().abort() is None
+    assert fleet.serving == {"a": 2}
+
+
+async def test_what_was_decided_first_stays_decided(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a", "b")
+    asked = asyncio.Event()
+
+    async def comes_second(*given: object) -> Verdict:
+        if given[3] is Verdict.ABORT:
+            asked.set()
+            # The coordinator of the apply decides meanwhile.
+            await until(lambda: fleet.serving == {"a": 2, "b": 2})
+        return await decide(*given)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(coordinators, "decide", comes_second)
+    gate = fleet.hosts["b"].gate = asyncio.Event()
+    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
+    await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
+    ending = asyncio.create_task(fleet.coordinator().abort())
+    await asked.wait()
+    gate.set()
+    ended = await ending
+    assert ended is not None
+    assert (ended.number, ended.verdict, ended.reason) == (1, Verdict.COMMIT, "")
+    assert (await applying).verdict is Verdict.COMMIT
+    assert fleet.serving == {"a": 2, "b": 2}
+
+
+async def test_a_wave_that_was_let_go_first_goes_back(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a", "b")
+    steps: list[int] = []
+
+    async def overtaken_once(*given: object) -> Verdict:
+        if given[3] is Verdict.ABORT:
+            steps.append(int(given[2]))  # type: ignore[call-overload]  # the number of a decision
+            if len(steps) == 1:
+                fleet.hosts["a"].gate = None
+                await until(lambda: fleet.hosts["a"].serves == 2)
+        return await decide(*given)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(coordinators, "decide", overtaken_once)
+    gate = fleet.hosts["a"].gate = asyncio.Event()
+    fleet.hosts["b"].gate = asyncio.Event()
+    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.ROLLING))
+    await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
+    ending = asyncio.create_task(fleet.coordinator().abort())
+    await until(lambda: steps)
+    gate.set()
+    ended = await ending
+    assert ended is not None
+    assert (ended.verdict, steps) == (Verdict.ABORT, [1, 2])
+    assert (await applying).verdict is Verdict.ABORT
+    await fleet.until_serving(a=1, b=1)
+
+
+async def test_one_of_a_newer_release_is_for_its_members_to_end(fleet: Fleet) -> None:
+    plan = FleetPlan(1, "n", Kind.BARRIER, version(2), version(1), (("a",),), 1)
+    (part,) = encode_roster(plan.waves)
+    await fleet.register.create(roster_key(plan.nonce, 0), part)
+    await fleet.register.create(plan_key(1), in_format(FORMAT + 1, encode_plan(plan, 1)))
+    with pytest.raises(WeightSyncError, match="this release knows 1 to") as caught:
+        await fleet.coordinator(LIMITS).abort()
+    assert caught.value.reason is Reason.NOT_SUPPORTED
