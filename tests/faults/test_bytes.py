@@ -165,6 +165,8 @@ _REFUSALS = (
     CODE.NOT_FOUND,
     CODE.FAILED_PRECONDITION,
     CODE.OUT_OF_RANGE,
+    # Calls of a fleet, of which this server is no member.
+    CODE.UNIMPLEMENTED,
 )
 
 

@@ -445,6 +445,10 @@ def test_every_failpoint_of_the_server_is_here() -> None:
     }
     # Those of ingest processes are in test_ingest.py, of loaders in test_twin_vllm.py, of followers
     # in integration/test_followers.py, of nodes in integration/test_engine_nodes.py, of fleets in
-    # test_fleet.py, of several engines in test_several_engines.py.
-    elsewhere = ("worker.", "loader.", "bridge.", "ingest.", "follow.", "node.", "fleet.", "host.")
+    # test_fleet.py, of several engines in test_several_engines.py, of transactions in
+    # test_in_place_kills.py.
+    elsewhere = (
+        *("worker.", "loader.", "bridge.", "ingest.", "follow.", "node.", "fleet.", "host."),
+        "in_place.",
+    )
     assert here == {point for point in POINTS if not point.startswith(elsewhere)}
