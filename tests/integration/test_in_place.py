@@ -39,7 +39,7 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
 class _Site:
     """A server with an engine of two ranks for tests, and a trainer that is attached."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.plan = folder / "plan"
         self.plan.write_text("")
         save_file(_tensors(1), folder / "model.safetensors")
@@ -52,6 +52,7 @@ class _Site:
                 *("--ranks", str(_RANKS), "--slots", "3"),
                 f"--listen=unix:{folder}/run/server.sock",
                 f"--listen={self.address}?role=train",
+                *flags,
             ],
             variables={"WEIGHTSYNC_FAILPOINTS": f"@{self.plan}"},
         )
@@ -174,6 +175,21 @@ def test_what_was_computed_on_another_version_is_refused(site: _Site) -> None:
         assert "version 2 is live" in message
         assert torch.equal(attached.read("b"), _tensors(5)["b"])
     assert site.recover() == 2
+
+
+def test_in_a_fleet_nobody_else_decides() -> None:
+    with tempfile.TemporaryDirectory(prefix="wsi") as name:
+        folder = Path(name)
+        site = _Site(folder, "--fleet=f", f"--fleet-register={(folder / 'register').as_uri()}")
+        try:
+            site.server.start()
+            site.server.wait_serving(_START_S)
+            with site.attached() as attached:
+                message = _refused(attached, Reason.NOT_SUPPORTED)
+                assert "a member of fleet f" in message
+                assert torch.equal(attached.read("b"), _tensors(1)["b"])
+        finally:
+            site.server.kill()
 
 
 def test_an_apply_waits_for_the_end(site: _Site) -> None:

@@ -110,6 +110,12 @@ class InPlace:
             return await self._served(session, plan, result)
 
     def _check(self, session: EngineSession, base: PreparedVersion) -> None:
+        if self._host.fleet:
+            raise WeightSyncError(
+                Reason.NOT_SUPPORTED,
+                f"this host is a member of fleet {self._host.fleet}, which decides what it serves; "
+                "train beside an engine that is in none, and push what comes of it",
+            )
         check_attachable(session)
         session.check_fences()
         if self._order.spec.mode == BETWEEN_STEPS:
