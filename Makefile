@@ -97,7 +97,7 @@ test: lint ## Lint, then all tests but the full matrix, the full battery and tho
 # One by one: vLLM binds every engine of one rank to the first core.
 .PHONY: test-matrix
 test-matrix: setup ## The TP/dtype/packing/tied cells on a real vLLM (CPU), and what takes as long
-	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(PY) -m pytest -m "matrix and not battery and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: battery
 battery: setup ## Every fault at every failpoint, on a real server and a real vLLM; more cells with TP 2

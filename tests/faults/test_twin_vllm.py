@@ -157,10 +157,12 @@ def test_a_rank_that_fails_in_its_commit_is_restored(site: FaultySite, point: st
     ("point", "told"),
     [
         ("loader.start=panic", "ended with status -9"),
-        ("loader.load=panic", "ended with status -9"),
-        ("loader.loaded=panic", "ended with status -9"),
+        pytest.param("loader.load=panic", "ended with status -9", marks=pytest.mark.battery),
+        pytest.param("loader.loaded=panic", "ended with status -9", marks=pytest.mark.battery),
         ("loader.stored=panic", "ended with status -9"),
-        ("loader.load=error(ENOMEM)", "Cannot allocate memory"),
+        pytest.param(
+            "loader.load=error(ENOMEM)", "Cannot allocate memory", marks=pytest.mark.battery
+        ),
         ("loader.stored=error(ENOMEM)", "Cannot allocate memory"),
     ],
 )

@@ -107,6 +107,7 @@ def test_the_model_learns_while_it_generates(demo: Demo) -> None:
     assert texts[-1] == SENTENCE.strip(), output
 
 
+@pytest.mark.battery
 @pytest.mark.parametrize("demo", [("--train-seconds", "0")], indirect=True)
 def test_a_model_that_has_not_learned_fails_the_demo(demo: Demo) -> None:
     status = demo.wait(360)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.benchmark_lines import benchmark_line
 
-pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.battery, pytest.mark.timeout(300)]
 
 
 def test_vllm_generates_in_every_phase() -> None:

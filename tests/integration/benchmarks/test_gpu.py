@@ -28,8 +28,8 @@ def test_peers_leave_the_trainers_weights() -> None:
 @pytest.mark.parametrize(
     ("part", "suffixes"),
     [
-        ("apply", ("_s", "_delta_1pct_s")),
-        ("durable", ("_s", "_delta_1pct_s")),
+        pytest.param("apply", ("_s", "_delta_1pct_s"), marks=pytest.mark.battery),
+        pytest.param("durable", ("_s", "_delta_1pct_s"), marks=pytest.mark.battery),
         ("exact", ("_s_exact",)),
     ],
 )

@@ -61,7 +61,9 @@ def _site(first: Path, second: Path, tp: int) -> Iterator[_Site]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.battery)], ids=["tp1", "tp2"]
+)
 def site(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[_Site]:
     tied = request.param == 1
     first, second = (checkpoint(seed=seed, tied=tied) for seed in (1, 2))

@@ -141,7 +141,7 @@ class DraftedSite:
     params=[
         ("eagle", 1),
         ("mtp", 1),
-        ("packed", 1),
+        pytest.param(("packed", 1), marks=pytest.mark.battery),
         pytest.param(("eagle", 2), marks=pytest.mark.battery),
         pytest.param(("mtp", 2), marks=pytest.mark.battery),
         pytest.param(("packed", 2), marks=pytest.mark.battery),
