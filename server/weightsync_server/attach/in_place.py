@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS, OpenApply
@@ -103,8 +103,7 @@ class InPlace:
             version = base.record.version
             async with session.paused(self._order.spec, OpenApply(self.id, version, version)) as at:
                 plan, result = await self._written(session, base, at)
-                await failpoints.reach("in_place.resume")
-                await session.resume(plan.target)
+                await self._resume(session, plan)
                 result.resume_s = time.perf_counter() - at.began - result.paused_s
             result.paused_s = time.perf_counter() - at.began
             return await self._served(session, plan, result)
@@ -188,12 +187,22 @@ class InPlace:
         await failpoints.reach("in_place.proved")
         return plan, [_proof(report, target.digest) for report in reports]
 
-    async def _put_back(self, session: EngineSession, base: PreparedVersion, why: str) -> None:
+    async def _resume(self, session: EngineSession, plan: CutoverPlan) -> None:
+        try:
+            with translate_os_errors("the transaction"):
+                await failpoints.reach("in_place.resume")
+            await self._supervisor.cutover(session).resume(plan.target)
+        except BaseException as error:
+            self._supervisor.quarantine.release(plan.target.lease, session.ranks, error)
+            raise
+
+    async def _put_back(self, session: EngineSession, base: PreparedVersion, why: str) -> Never:
         version = base.record.version
         logger.error("transaction %s: version %d is put back: %s", self.id, version, why)
         await failpoints.reach("in_place.restore")
-        await self._supervisor.cutover(session).place(base)
-        await session.resume(base)
+        cutover = self._supervisor.cutover(session)
+        await cutover.place(base)
+        await cutover.resume(base)
         await write_down(self._supervisor.journal, base)
         self._supervisor.show(base, whole=True)
         await session.hold(base)

@@ -134,6 +134,25 @@ class Cutover:
         if failures:
             await self._fence(failures)
 
+    async def resume(self, current: PreparedVersion) -> None:
+        """Have an engine generate that stands still.
+
+        Args:
+            current: What every rank is proved to hold.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY; that was not confirmed.
+        """
+        try:
+            await self._session.resume(current)
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"every rank holds version {current.record.version}, but the resume was not "
+                f"confirmed ({error.message}); GetStatus tells what the engine serves",
+                retry_after_s=1.0,
+            ) from error
+
     async def _made_live(self, plan: CutoverPlan, result: CutoverResult) -> None:
         if self._together is not None:
             await self._paused_together(plan, result, self._together)
@@ -202,7 +221,7 @@ class Cutover:
         async with self._session.paused(plan.spec, together.open_apply(plan)) as pause:
             result.pause_mode, result.pause_s = pause.mode, pause.seconds
             if failures := await together.stand_still():
-                await self._resume(base)
+                await self.resume(base)
                 raise _restored(base, failures, at_fault=False)
             failures = await self._tried(lambda: self._commit(plan.target, result))
             self.at_fault = bool(failures)
@@ -214,7 +233,7 @@ class Cutover:
     async def _go_on(self, plan: CutoverPlan, result: CutoverResult) -> None:
         start = time.perf_counter()
         await failpoints.reach("apply.resume")
-        await self._resume(plan.target)
+        await self.resume(plan.target)
         result.resume_s = time.perf_counter() - start
 
     def _refuse_second(self, cause: Cause) -> None:
@@ -276,7 +295,7 @@ class Cutover:
             await self._fence(failures + again)
         self.compared_all = result.compared_all
         await failpoints.reach("apply.restored")
-        await self._resume(base)
+        await self.resume(base)
         raise _restored(base, failures, at_fault=self.at_fault)
 
     async def _fence(self, failures: list[str]) -> Never:
@@ -292,17 +311,6 @@ class Cutover:
             f"the engine is fenced, it serves nothing: {reason}; the server tries to place the "
             "live version again, else restart vLLM",
         )
-
-    async def _resume(self, current: PreparedVersion) -> None:
-        try:
-            await self._session.resume(current)
-        except WeightSyncError as error:
-            raise WeightSyncError(
-                Reason.ENGINE_AWAY,
-                f"every rank holds version {current.record.version}, but the resume was not "
-                f"confirmed ({error.message}); GetStatus tells what the engine serves",
-                retry_after_s=1.0,
-            ) from error
 
     def _observe(self, result: CutoverResult) -> None:
         for phase in ("pause", "commit", "verify", "resume", "paused"):
