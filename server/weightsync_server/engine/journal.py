@@ -191,7 +191,8 @@ class Journal:
 
 def live_in_store(file: JournalFile) -> frozenset[int]:
     """Return the versions that must be in the store of today, as engines served them last."""
-    live = {Journal(file, engine).live_in_store for engine in file.engines()}
+    # Where all that was ever done was done for all engines, none is named.
+    live = {Journal(file, engine).live_in_store for engine in file.engines() or {""}}
     return frozenset(live - {0})
 
 

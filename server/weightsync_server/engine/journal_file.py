@@ -139,8 +139,9 @@ class JournalFile:
         return reversed(self._entries)
 
     def engines(self) -> frozenset[str]:
-        """Return the names of the engines that records are of."""
-        return frozenset(entry.engine for entry in self._entries)
+        """Return the names of the engines that records are of; of an earlier release: empty."""
+        named = {name for entry in self._entries for name in (entry.engine, *entry.bases)}
+        return frozenset(named - {HOST})
 
     def answered(self, key: str) -> Entry | None:
         """Return the DONE that answered a key; None: it is new, or was answered long ago."""
@@ -214,9 +215,10 @@ class JournalFile:
                     break
                 kept.add(at)
         kept.update(range(len(entries))[-1:])
-        newest: dict[tuple[str, bool], int] = {}
+        newest: dict[tuple[str, bool, bool], int] = {}
         for at, entry in enumerate(entries):
-            which = entry.engine, entry.event == "DONE"
+            # What is decided for all engines outlasts what some of them are about to do.
+            which = entry.engine, entry.event == "DONE", bool(entry.bases)
             newest.pop(which, None)
             newest[which] = at
         kept.update(list(newest.values())[-2 * _ENGINES :])

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from weightsync_server.engine import journal_file as module
-from weightsync_server.engine.journal import Journal
-from weightsync_server.engine.journal_file import Entry, JournalFile
+from weightsync_server.engine.journal import Journal, live_in_store
+from weightsync_server.engine.journal_file import HOST, Entry, JournalFile
 from weightsync_server.ops import durable_files
 
 if TYPE_CHECKING:
@@ -212,3 +213,38 @@ def test_a_record_after_a_rotation_that_failed_is_found(
     journal.write(_done(3, 1))
     journal.close()
     assert _seen(path) == (_done(3, 1), (3, 1))
+
+
+def test_what_one_engine_came_to_since_is_not_looked_for_as_what_all_had(path: Path) -> None:
+    store = "file:///store"
+    digest = JournalFile(path.with_name("other"), store).store
+    for_all = Entry("DONE", "a", 5, 4, store=digest, engine=HOST)
+    since = Entry("DONE", "b", 3, 5, store=digest, engine="one")
+    journal = JournalFile(path, store)
+    for entry in (for_all, since, Entry("INTENT", "c", 6, 3, engine=HOST, bases={"one": 3})):
+        journal.write(entry)
+    # The intent says nothing of what lies in the store, and nobody serves version 5 any more.
+    assert live_in_store(journal) == frozenset()
+    journal.write(replace(since, apply_id="d"))
+    assert live_in_store(journal) == {3}
+    journal.close()
+
+
+def test_what_all_engines_did_together_is_in_the_store(path: Path) -> None:
+    store = "file:///store"
+    journal = JournalFile(path, store)
+    journal.write(Entry("DONE", "a", 5, 4, store=journal.store, engine=HOST))
+    assert live_in_store(journal) == {5}
+    journal.close()
+
+
+def test_a_decision_for_all_outlasts_what_some_begin_when_it_starts_anew(path: Path) -> None:
+    done = Entry("DONE", "a", 5, 4, engine=HOST)
+    decided = Entry("COMMIT", "b", 3, 5, engine=HOST)
+    begun = Entry("INTENT", "c", 6, 3, engine=HOST, bases={"one": 3})
+    _write(path, done, decided, begun)
+    journal = JournalFile(path)
+    assert Journal(journal, "two").last == decided
+    assert Journal(journal, "two").decided == 3
+    assert Journal(journal, "one").last == begun
+    journal.close()
