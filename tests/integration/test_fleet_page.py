@@ -188,7 +188,8 @@ def test_a_typed_origin_and_its_typed_follower(site: Site, origin: str, follower
 def test_the_fleet_commands_as_typed(site: Site, etcd: str) -> None:
     (member,) = [line for line in _SERVERS if "--fleet" in line]
     typed = commands("weightsync")
-    assert [line.split()[2] for line in typed] == ["apply", "status", "members", "rollback"]
+    calls = [line.split()[2] for line in typed]
+    assert calls == ["apply", "status", "members", "abort", "rollback", "apply"]
     client = site.authority.sign("host7")
     with tempfile.TemporaryDirectory(prefix="wse", dir="/tmp") as folder:
         cluster = ProtectedEtcd(etcd, Path(folder), site.authority, client)
@@ -217,8 +218,10 @@ def test_the_fleet_commands_as_typed(site: Site, etcd: str) -> None:
                     printed.append(site.printed(line))
         finally:
             cluster.close()
-    applied, status, members, rolled_back = printed
+    applied, status, members, aborted, rolled_back, accepted = printed
     assert "barrier: COMMIT, version 41" in applied
     assert f"version {version} is decided" in status
     assert members.startswith(f"host7: serving, version {version} ")
+    assert aborted.startswith("no apply of the fleet runs")
     assert f"COMMIT, version {before}" in rolled_back
+    assert f"COMMIT, version {version}" in accepted
