@@ -11,7 +11,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.attach_server import HandedOut
 from weightsync_server.engine.file_offers import offered_by_each
 from weightsync_server.engine.ranks import QUICK_S
-from weightsync_server.engine.refusals import refusal
+from weightsync_server.engine.refusals import check_ready
 
 if TYPE_CHECKING:
     from weightsync.shm.segment_socket import SegmentServer
@@ -62,15 +62,7 @@ async def hand_out(
     names = [f"{offer}/{rank}" for rank in session.info.ranks]
 
     async def ask() -> None:
-        for report in await session.ranks.attach(live.apply_id, offer, QUICK_S):
-            if report.phase != "ready":
-                raise refusal(
-                    report.rank,
-                    report.error,
-                    lasting=report.refused,
-                    names=report.names,
-                    count=report.count,
-                )
+        check_ready(await session.ranks.attach(live.apply_id, offer, QUICK_S))
 
     async with offered_by_each(segments, names, ask, "what opens the engine's memory") as ranks:
         copies = [[(name, size, os.dup(fd)) for name, size, fd in files] for files in ranks]

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["asleep", "no_place", "of_engine", "refusal"]
+    from weightsync_server.engine.worker_reports import Report
+
+__all__ = ["asleep", "check_ready", "no_place", "of_engine", "refusal"]
 
 #: Names in the sentence, and characters of each.
 _SHOWN, _SHOWN_CHARS = 3, 80
@@ -31,6 +33,23 @@ def of_engine(engine: str, error: WeightSyncError) -> WeightSyncError:
         metadata=error.metadata,
         retry_after_s=error.retry_after_s,
     )
+
+
+def check_ready(reports: Iterable[Report]) -> None:
+    """Return if every rank has come to the end of what it was asked to prepare.
+
+    Raises:
+        WeightSyncError: As `refusal`, of the first that has not.
+    """
+    for report in reports:
+        if report.phase != "ready":
+            raise refusal(
+                report.rank,
+                report.error,
+                lasting=report.refused,
+                names=report.names,
+                count=report.count,
+            )
 
 
 def refusal(

@@ -17,7 +17,7 @@ from weightsync.model.name_sets import unpack
 from weightsync.shm.staged_version import StagedVersion
 from weightsync_server.engine.outcome import Pause, PreparedVersion
 from weightsync_server.engine.ranks import QUICK_S, Ranks
-from weightsync_server.engine.refusals import no_place, refusal
+from weightsync_server.engine.refusals import check_ready, no_place
 from weightsync_server.engine.serving_time import LimitRenewal, ServingTime
 from weightsync_server.engine.version_loads import LoadScheduler, Presence
 from weightsync_server.nodes.engine_nodes import EngineNodes
@@ -190,15 +190,7 @@ class EngineSession:
             elif self.loads is None:
                 unloaded = await self._capture(lease, timeout_s)
         # Who needs a capture has nothing to say of what another one refused.
-        for report in sorted(reports, key=lambda report: report.phase == "needs_capture"):
-            if report.phase != "ready":
-                raise refusal(
-                    report.rank,
-                    report.error,
-                    lasting=report.refused,
-                    names=report.names,
-                    count=report.count,
-                )
+        check_ready(sorted(reports, key=lambda report: report.phase == "needs_capture"))
         if digests is not None and self.loads is not None:
             # It was proved when the ranks had read it to load it; they read it no more.
             digests.trust(frozenset(range(len(lease.segments))))

@@ -194,9 +194,7 @@ class Coordinator:
                 `Register.list`.
         """
         why = f"it was ended by a call: {reason}" if reason else "it was ended by a call"
-        history = await self._reader.read()
-        if history.unreadable:
-            raise WeightSyncError(Reason.NOT_SUPPORTED, history.unreadable)
+        history = await self._readable()
         apply = history.running
         if apply is None:
             return None
@@ -304,12 +302,16 @@ class Coordinator:
         if await create_until_answered(self._register, plan_key(plan.number), body) != body:
             raise _busy(plan.number)
 
+    async def _readable(self) -> History:
+        history = await self._reader.read()
+        if history.unreadable:
+            raise WeightSyncError(Reason.NOT_SUPPORTED, history.unreadable)
+        return history
+
     async def _free(self) -> History:
         """Return the history once no apply runs; one that has lost its coordinator is aborted."""
         while True:
-            history = await self._reader.read()
-            if history.unreadable:
-                raise WeightSyncError(Reason.NOT_SUPPORTED, history.unreadable)
+            history = await self._readable()
             running = history.running
             if running is None:
                 return history
