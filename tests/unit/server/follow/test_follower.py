@@ -77,7 +77,7 @@ async def test_a_long_chain_is_read_in_full_and_nothing_of_it_is_kept_as_version
         await until(lambda: there.has(13))
         assert [record.version for record in there.here.model.table.list()] == [13]
         assert there.here.read(13) == [shard.data for shard in versions[12]]
-        assert there.metric("weightsync_follow_fetched_total", form="full") == 1
+        await until(lambda: there.metric("weightsync_follow_fetched_total", form="full") == 1)
         assert there.metric("weightsync_follow_fetched_total", form="delta") == 0
         # Each stored byte of the chain was read once.
         records = [record.commit for record in origin.model.table.list()]
@@ -93,7 +93,7 @@ async def test_a_short_chain_is_followed_delta_by_delta(origin: World, tmp_path:
         await push_delta(origin, versions[at - 1], versions[at], at + 1)
     async with following(tmp_path / "b", origin.model.store.url) as there:
         await until(lambda: there.has(7))
-        assert there.metric("weightsync_follow_fetched_total", form="delta") == 5
+        await until(lambda: there.metric("weightsync_follow_fetched_total", form="delta") == 5)
         record = there.here.model.table.get(7)
         assert record.residency == pb.RESIDENCY_STAGED
         assert there.here.read(7) == [shard.data for shard in versions[6]]

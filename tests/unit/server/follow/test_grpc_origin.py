@@ -84,7 +84,7 @@ async def test_it_tells_of_each_commit_and_sends_deltas(origin: World, tmp_path:
             else:
                 await push_delta(origin, versions[number - 2], shards, number)
             await until(lambda n=number: there.has(n))  # type: ignore[misc]  # of an int
-        assert there.metric("weightsync_follow_fetched_total", form="delta") == 2
+        await until(lambda: there.metric("weightsync_follow_fetched_total", form="delta") == 2)
         assert there.here.read(3) == [shard.data for shard in versions[2]]
         ours, theirs = (w.model.table.get(3).commit for w in (there.here, origin))
         assert ours is not None
@@ -99,7 +99,7 @@ async def test_an_older_release_is_followed_in_full(origin: World, tmp_path: Pat
         await until(lambda: there.has(1))
         await push_delta(origin, versions[0], versions[1], 2)
         await until(lambda: there.has(2, content(versions[1])))
-        assert there.metric("weightsync_follow_fetched_total", form="full") == 2
+        await until(lambda: there.metric("weightsync_follow_fetched_total", form="full") == 2)
         assert there.here.read(2) == [shard.data for shard in versions[1]]
 
 

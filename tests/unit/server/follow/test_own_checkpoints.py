@@ -61,7 +61,7 @@ async def test_what_follows_a_checkpoint_in_other_files_has_the_digests_of_the_o
         assert ours is not None
         assert theirs is not None
         assert ours.manifest_digest == theirs.manifest_digest
-        assert there.metric("weightsync_follow_fetched_total", form="full") == 1
+        await until(lambda: there.metric("weightsync_follow_fetched_total", form="full") == 1)
 
 
 async def test_other_content_takes_no_number_of_the_origin_and_is_older_than_all(

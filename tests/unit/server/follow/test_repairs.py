@@ -122,7 +122,7 @@ async def test_bytes_that_change_after_it_was_staged_are_replaced_at_once(
         assert there.here.read(1) == [shard.data for shard in simple(1)]
         assert model.serving.live == 1
         await until(lambda: stored(there.here, 1).read_bytes() == simple(1)[0].data)
-        assert fetched(there) == 1 + stored_too
+        await until(lambda: fetched(there) == 1 + stored_too)
 
 
 async def test_what_the_scrubber_finds_is_written_anew_from_memory(

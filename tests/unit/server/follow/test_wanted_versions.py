@@ -59,7 +59,7 @@ async def test_a_delta_whose_base_is_here_comes_as_one(origin: World, tmp_path: 
         await until(lambda: there.has(9))
         with there.follower.wanting(2):
             await until(lambda: there.has(2))
-        assert there.metric("weightsync_follow_fetched_total", form="delta") == 1
+        await until(lambda: there.metric("weightsync_follow_fetched_total", form="delta") == 1)
         assert there.here.read(2) == [shard.data for shard in versions[1]]
 
 
@@ -73,7 +73,7 @@ async def test_several_that_are_wanted_come_one_after_the_other(
         with there.follower.wanting(1), there.follower.wanting(2), there.follower.wanting(1):
             await until(lambda: there.has(1) and there.has(2))
         assert not there.has(3)
-        assert there.metric("weightsync_follow_fetched_total", form="full") == 3
+        await until(lambda: there.metric("weightsync_follow_fetched_total", form="full") == 3)
 
 
 async def test_what_has_other_content_is_not_what_is_wanted(origin: World, tmp_path: Path) -> None:
