@@ -70,12 +70,13 @@ class Durability(enum.StrEnum):
 
 
 class Residency(enum.StrEnum):
-    """Whether a version lies in the server's shared memory."""
+    """Whether a version lies in the server's shared memory, or in an engine's own alone."""
 
     UNSPECIFIED = enum.auto()
     ABSENT = enum.auto()
     STAGING = enum.auto()
     STAGED = enum.auto()
+    DEVICE = enum.auto()
 
 
 class Serving(enum.StrEnum):

@@ -84,9 +84,11 @@ def site() -> Iterator[_Site]:
         ("in_place.begin", 1),
         ("in_place.begun", 1),
         ("in_place.commit", 1),
+        ("in_place.resume", 1),
+        ("in_place.live", 1),
+        ("in_place.copied", 1),
         ("in_place.restore", 1),
         ("in_place.proved", 2),
-        ("in_place.resume", 2),
         ("apply.done", 2),
     ],
 )

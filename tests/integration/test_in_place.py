@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync_client import Client, ClientError, InvalidError
+from weightsync_client.attach.in_place import InPlaceTransaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -246,24 +247,155 @@ def test_one_that_says_that_it_works_keeps_it(site: _Site) -> None:
     assert site.recover() == 2
 
 
-@pytest.mark.parametrize("rank", range(_RANKS))
-def test_what_was_written_after_the_push_is_found(
-    site: _Site, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+@contextlib.contextmanager
+def _pushing(
+    attached: Attached, before: Callable[[], object] = int, after: Callable[[], object] = int
+) -> Iterator[None]:
+    """Have something done before and after a transaction's push; the engine generates by then."""
+    push = attached._writing.push
+
+    def pushed(content: dict[str, torch.Tensor], **options: Any) -> object:
+        before()
+        result = push(content, **options)
+        after()
+        return result
+
+    object.__setattr__(attached._writing, "push", pushed)
+    yield
+    object.__setattr__(attached._writing, "push", push)
+
+
+def test_the_engine_generates_before_it_is_pushed(site: _Site) -> None:
+    with site.client() as client, site.attached() as attached:
+        seen = []
+
+        def look() -> None:
+            (model,) = client.status().models
+            newest = client.versions()[0]
+            seen.append((model.engines[0].live_version, newest.version, newest.residency))
+            assert (newest.serving, newest.durability) == ("live", "receiving")
+            assert newest.content_digest == ""
+            with pytest.raises(ClientError, match="what a trainer writes in place") as caught:
+                client.push(_tensors(7), version=newest.version)
+            assert caught.value.reason is Reason.PUSH_ABORTED
+            time.sleep(1)
+
+        with _pushing(attached, look), attached.transaction() as transaction:
+            _add(attached, 10)
+        assert seen == [(2, 2, "device")]
+        assert transaction.report is not None
+        assert transaction.report.phases.paused_total_s == pytest.approx(transaction.paused_s)
+        # What the push took is no part of it.
+        assert transaction.paused_s < 1
+        newest = client.versions()[0]
+        assert (newest.residency, newest.durability) == ("staged", "committed")
+        assert client.push(_tensors(7)).version == 3
+    assert site.recover() == 2
+
+
+def test_it_is_pushed_in_the_background(site: _Site) -> None:
+    with site.client() as client, site.attached() as attached:
+        may_push = threading.Event()
+        with _pushing(attached, lambda: may_push.wait(30)):
+            with attached.transaction(background=True) as first:
+                _add(attached, 10)
+            assert first.report is None
+            assert client.versions()[0].residency == "device"
+            assert client.status().models[0].live_version == 2
+            may_push.set()
+            # Begins when that has ended, on what came of it.
+            with attached.transaction() as second:
+                _add(attached, 10)
+        assert (first.report, second.report) != (None, None)
+        assert [one.version for one in client.versions()] == [3, 2, 1]
+        assert torch.equal(attached.read("b"), _tensors(1)["b"] + 20)
+    assert site.recover() == 3
+
+
+def test_what_fails_in_the_background_is_raised_by_the_next(site: _Site) -> None:
     with site.attached() as attached:
-        push = attached._writing.push
+        with _pushing(attached, after=lambda: _write_b(attached, 1)):
+            with attached.transaction(background=True) as first:
+                _add(attached, 10)
+            with pytest.raises(ClientError, match="holds something else of b"):
+                first.result()
+        with pytest.raises(ClientError, match="holds something else of b"), attached.transaction():
+            pytest.fail("it may not be written")
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+        with attached.transaction(background=True):
+            _add(attached, 10)
+    assert site.recover() == 3
 
-        def lie(content: dict[str, torch.Tensor]) -> int:
-            version = push(content)
-            attached.boxes["b"][rank].view[1] = -1
-            return version
 
-        object.__setattr__(attached._writing, "push", lie)
-        message = _refused(attached, Reason.APPLY_RESTORED)
-        assert f"rank 0/0/{rank} holds something else of b" in message
+def _write_b(attached: Attached, rank: int) -> None:
+    attached.boxes["b"][rank].view[1] = -1
+
+
+@pytest.mark.parametrize("rank", range(_RANKS))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_was_written_once_it_was_live_is_found(site: _Site, rank: int, when: str) -> None:
+    """Also where it was pushed as it is."""
+    with site.attached() as attached:
+        ranks = range(_RANKS) if when == "before" else [rank]
+
+        def lie() -> None:
+            for each in ranks:
+                _write_b(attached, each)
+
+        with _pushing(attached, **{when: lie}):
+            message = _refused(attached, Reason.APPLY_RESTORED)
+        assert "holds something else of b" in message
         for box in attached.boxes["b"]:
             assert torch.equal(box.view, _tensors(1)["b"])
     assert site.recover() == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_push_that_fails_leaves_nothing(site: _Site, when: str) -> None:
+    with site.client() as client, site.attached() as attached:
+
+        def fail() -> None:
+            raise ZeroDivisionError
+
+        with (
+            _pushing(attached, **{when: fail}),
+            pytest.raises(ZeroDivisionError),
+            attached.transaction(),
+        ):
+            _add(attached, 10)
+        assert attached.version == 1
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+        left = {one.version: one.serving for one in client.versions()}
+        assert left == ({1: "live"} if when == "before" else {1: "live", 2: "no"})
+        # Its number was served under, and is never another content's.
+        with attached.transaction():
+            _add(attached, 10)
+        assert attached.version == 3
+    assert site.recover() == 3
+
+
+def test_a_trainer_that_is_silent_once_it_is_live_loses_its_lease(site: _Site) -> None:
+    with site.client() as client, site.attached() as attached:
+        gone = attached._writing.push
+
+        def wait(*_: object, **__: object) -> None:
+            _until(lambda: "version 1 is put back" in site.server.log)
+            # Too late.
+            gone({name: attached.read(name) for name in attached.boxes}, **__)
+
+        object.__setattr__(attached._writing, "push", wait)
+        with _unrenewed():
+            message = _refused(attached, Reason.VERSION_NOT_ABOVE, lease_s=0.5)
+        assert "version 2" in message
+        assert [one.version for one in client.versions()] == [1]
+    assert site.recover() == 1
+
+
+@contextlib.contextmanager
+def _unrenewed() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InPlaceTransaction, "renew", lambda _: None)
+        yield
 
 
 def test_a_replica_that_was_not_written_is_found(site: _Site) -> None:
@@ -271,7 +403,7 @@ def test_a_replica_that_was_not_written_is_found(site: _Site) -> None:
         message = _refused(
             attached, Reason.APPLY_RESTORED, lambda: attached.boxes["w"][0].view.add_(1)
         )
-        assert "holds something else of w" in message
+        assert "ranks 0/0/0 and 0/0/1 hold other bytes of the same part of w" in message
     assert site.recover() == 1
 
 
@@ -279,18 +411,27 @@ _TRAINER = """
 import sys, time
 from weightsync_client import Client
 attached = Client(sys.argv[1]).attach()
-with attached.transaction(lease_s=float(sys.argv[2])):
-    for box in attached.boxes["w"]:
-        box.view.fill_(-1)
+def stop(*_, **__):
     print("written", flush=True)
     time.sleep(600)
+if sys.argv[3] == "live":
+    object.__setattr__(attached._writing, "push", stop)
+with attached.transaction(lease_s=float(sys.argv[2])) as transaction:
+    transaction.renew = print
+    for box in attached.boxes["w"]:
+        box.view.fill_(-1)
+    if sys.argv[3] == "open":
+        stop()
 """
 
 
+@pytest.mark.parametrize("phase", ["open", "live"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=lambda end: end.name)
-def test_a_trainer_that_dies_or_freezes_is_put_back(site: _Site, end: signal.Signals) -> None:
+def test_a_trainer_that_dies_or_freezes_is_put_back(
+    site: _Site, end: signal.Signals, phase: str
+) -> None:
     lease_s = "60" if end is signal.SIGKILL else "1"
-    command = [sys.executable, "-c", _TRAINER, site.address, lease_s]
+    command = [sys.executable, "-c", _TRAINER, site.address, lease_s, phase]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert trainer.stdout is not None
@@ -311,6 +452,10 @@ def test_a_trainer_that_dies_or_freezes_is_put_back(site: _Site, end: signal.Sig
         ("in_place.begin", {1}),
         ("in_place.begun", {1}),
         ("in_place.commit", {1}),
+        ("in_place.resume", {1}),
+        ("in_place.live", {1}),
+        ("in_place.copied", {1}),
+        ("in_place.proved", {1}),
         ("in_place.restore", {1}),
     ],
 )

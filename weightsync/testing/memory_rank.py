@@ -96,6 +96,8 @@ class MemoryRank:
         # What the parameters were last proved to hold, and whether a write was not proved.
         self._content, self._dirty = "", False
         self._touched = False
+        #: Of what a trainer has written, until it is compared with a version.
+        self._digests: dict[str, str] = {}
         self.turn = threading.Lock()
 
     @property
@@ -256,7 +258,7 @@ class MemoryRank:
     def _write(self, prepared: _Prepared, apply_id: str) -> dict[str, Any]:
         patch = prepared.patch("" if self._dirty else self._content)
         tensors = prepared.tensors if patch is None else patch
-        self._content, self._dirty = "", True
+        self._content, self._dirty, self._digests = "", True, {}
         self._touched = True
         failure = ""
         try:
@@ -283,16 +285,33 @@ class MemoryRank:
 
     def _verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
         prepared = self._known(args)
-        wrong = self._differing(prepared.tensors)
+        now = self._live_digests()
+        before = self._digests or now
+        wrong = [name for name, digest in now.items() if digest != before[name]]
+        wrong = wrong or self._differing(prepared.tensors)
+        self._digests = {}
         self._content, self._dirty = ("", True) if wrong else (prepared.content_digest, False)
         report = {"phase": "ready", "proved": not wrong, "mismatched": wrong}
         self._tell(str(args["page"]), {"ticket": args["ticket"], **report})
         return {}
 
     def _unprove(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        self._content, self._dirty = "", True
+        self._content, self._dirty, self._digests = "", True, {}
         self._touched = True
         return {}
+
+    def _digest(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._known(args)
+        self._content, self._dirty = str(args["name"]), False
+        self._digests = self._live_digests()
+        return {
+            "apply_id": str(args["apply_id"]),
+            "content_digest": self._content,
+            "parts": self._digests if args.get("parts") else {},
+        }
+
+    def _live_digests(self) -> dict[str, str]:
+        return {name: tensor_digest(data).hex() for name, data in self.live.items()}
 
     def _attach(self, args: Mapping[str, Any]) -> dict[str, Any]:
         report: dict[str, Any] = {"ticket": args["ticket"], "phase": "ready", "error": ""}

@@ -86,6 +86,7 @@ class WriteInPlaceRequest(_message.Message):
     RENEW_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___BeginInPlace:
         """First, and once."""
@@ -102,6 +103,10 @@ class WriteInPlaceRequest(_message.Message):
     def abort(self) -> Global___AbortInPlace:
         """Nothing of it counts."""
 
+    @_builtins.property
+    def copied(self) -> Global___CopiedInPlace:
+        """What is live was pushed."""
+
     def __init__(
         self,
         *,
@@ -109,12 +114,13 @@ class WriteInPlaceRequest(_message.Message):
         renew: Global___RenewInPlace | None = ...,
         commit: Global___CommitInPlace | None = ...,
         abort: Global___AbortInPlace | None = ...,
+        copied: Global___CopiedInPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "commit", b"commit", "renew", b"renew", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "commit", b"commit", "copied", b"copied", "renew", b"renew", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "commit", b"commit", "renew", b"renew", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "commit", b"commit", "copied", b"copied", "renew", b"renew", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["begin", "renew", "commit", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["begin", "renew", "commit", "abort", "copied"]  # noqa: Y015
     _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_step) -> _WhichOneofReturnType_step | None: ...
 
@@ -185,21 +191,33 @@ class CommitInPlace(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
-    """The version that it is, pushed and committed."""
     def __init__(
         self,
-        *,
-        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitInPlace: _TypeAlias = CommitInPlace  # noqa: Y015
+
+@_typing.final
+class CopiedInPlace(_message.Message):
+    """Says that the version of Live is committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopiedInPlace: _TypeAlias = CopiedInPlace  # noqa: Y015
 
 @_typing.final
 class AbortInPlace(_message.Message):
@@ -226,25 +244,31 @@ class WriteInPlaceResponse(_message.Message):
 
     BEGUN_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begun(self) -> Global___InPlaceBegun:
         """The engine stands still; what is live may be written."""
 
     @_builtins.property
     def committed(self) -> Global___InPlaceCommitted:
-        """The version is live."""
+        """The version is live, and can be pulled, followed and gone back to."""
+
+    @_builtins.property
+    def live(self) -> Global___InPlaceLive:
+        """It is live, and has to be pushed."""
 
     def __init__(
         self,
         *,
         begun: Global___InPlaceBegun | None = ...,
         committed: Global___InPlaceCommitted | None = ...,
+        live: Global___InPlaceLive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "outcome", b"outcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "live", b"live", "outcome", b"outcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "live", b"live", "outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["begun", "committed"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["begun", "committed", "live"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
@@ -273,8 +297,36 @@ class InPlaceBegun(_message.Message):
 Global___InPlaceBegun: _TypeAlias = InPlaceBegun  # noqa: Y015
 
 @_typing.final
+class InPlaceLive(_message.Message):
+    """Every rank has digested what it holds, and the engine generates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Its version, until it is pushed in the engine's memory alone."""
+    @_builtins.property
+    def paused(self) -> _duration_pb2.Duration:
+        """How long nothing was generated."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        paused: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InPlaceLive: _TypeAlias = InPlaceLive  # noqa: Y015
+
+@_typing.final
 class InPlaceCommitted(_message.Message):
-    """Every rank was proved to hold the version, and generates."""
+    """Every rank was proved to hold the version as it was pushed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

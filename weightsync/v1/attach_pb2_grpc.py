@@ -62,12 +62,15 @@ class AttachServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WriteInPlace(self, request_iterator, context):
-        """One transaction: from Begun to its last answer the engine stands still and its parameters may be
-        written by who has them. Commit makes a version live that was pushed since and that every rank
-        proves to hold; the call ends with Committed. However else it ends (Abort, the end of the
-        stream, a lease that ran out, a rank that holds something else) the version before is put back,
-        proved and served, or the engine is fenced: then the call fails with APPLY_RESTORED or
-        ENGINE_FENCED. Of a version that is not live any more: VERSION_CONFLICT, and nothing is paused.
+        """One transaction. From Begun on the engine stands still and its parameters may be written by who
+        has them. Commit has every rank digest what it holds, replicas must agree, and the engine
+        generates on it again: Live tells under which version, whose bytes are in the engine's memory
+        alone. Then the trainer pushes what it has written as that version, with the transaction's id as
+        idempotency key, and says Copied; every rank compares all that it holds with what was pushed,
+        and the call ends with Committed. However else it ends (Abort, the end of the stream, a lease
+        that ran out, a rank that holds something else) the version before is put back, proved and
+        served, or the engine is fenced: then the call fails with APPLY_RESTORED or ENGINE_FENCED. Of a
+        version that is not live any more: VERSION_CONFLICT, and nothing is paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

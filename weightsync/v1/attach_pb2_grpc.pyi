@@ -40,12 +40,15 @@ class AttachServiceStub:
     checkpoint, with what stands in the way.
     """
     WriteInPlace: _grpc.StreamStreamMultiCallable[_attach_pb2.WriteInPlaceRequest, _attach_pb2.WriteInPlaceResponse]
-    """One transaction: from Begun to its last answer the engine stands still and its parameters may be
-    written by who has them. Commit makes a version live that was pushed since and that every rank
-    proves to hold; the call ends with Committed. However else it ends (Abort, the end of the
-    stream, a lease that ran out, a rank that holds something else) the version before is put back,
-    proved and served, or the engine is fenced: then the call fails with APPLY_RESTORED or
-    ENGINE_FENCED. Of a version that is not live any more: VERSION_CONFLICT, and nothing is paused.
+    """One transaction. From Begun on the engine stands still and its parameters may be written by who
+    has them. Commit has every rank digest what it holds, replicas must agree, and the engine
+    generates on it again: Live tells under which version, whose bytes are in the engine's memory
+    alone. Then the trainer pushes what it has written as that version, with the transaction's id as
+    idempotency key, and says Copied; every rank compares all that it holds with what was pushed,
+    and the call ends with Committed. However else it ends (Abort, the end of the stream, a lease
+    that ran out, a rank that holds something else) the version before is put back, proved and
+    served, or the engine is fenced: then the call fails with APPLY_RESTORED or ENGINE_FENCED. Of a
+    version that is not live any more: VERSION_CONFLICT, and nothing is paused.
     """
 
 @_typing.type_check_only
@@ -60,12 +63,15 @@ class AttachServiceAsyncStub(AttachServiceStub):
     checkpoint, with what stands in the way.
     """
     WriteInPlace: _aio.StreamStreamMultiCallable[_attach_pb2.WriteInPlaceRequest, _attach_pb2.WriteInPlaceResponse]  # type: ignore[assignment]
-    """One transaction: from Begun to its last answer the engine stands still and its parameters may be
-    written by who has them. Commit makes a version live that was pushed since and that every rank
-    proves to hold; the call ends with Committed. However else it ends (Abort, the end of the
-    stream, a lease that ran out, a rank that holds something else) the version before is put back,
-    proved and served, or the engine is fenced: then the call fails with APPLY_RESTORED or
-    ENGINE_FENCED. Of a version that is not live any more: VERSION_CONFLICT, and nothing is paused.
+    """One transaction. From Begun on the engine stands still and its parameters may be written by who
+    has them. Commit has every rank digest what it holds, replicas must agree, and the engine
+    generates on it again: Live tells under which version, whose bytes are in the engine's memory
+    alone. Then the trainer pushes what it has written as that version, with the transaction's id as
+    idempotency key, and says Copied; every rank compares all that it holds with what was pushed,
+    and the call ends with Committed. However else it ends (Abort, the end of the stream, a lease
+    that ran out, a rank that holds something else) the version before is put back, proved and
+    served, or the engine is fenced: then the call fails with APPLY_RESTORED or ENGINE_FENCED. Of a
+    version that is not live any more: VERSION_CONFLICT, and nothing is paused.
     """
 
 class AttachServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -89,12 +95,15 @@ class AttachServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_attach_pb2.WriteInPlaceRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_attach_pb2.WriteInPlaceResponse], _abc.AsyncIterator[_attach_pb2.WriteInPlaceResponse]]:
-        """One transaction: from Begun to its last answer the engine stands still and its parameters may be
-        written by who has them. Commit makes a version live that was pushed since and that every rank
-        proves to hold; the call ends with Committed. However else it ends (Abort, the end of the
-        stream, a lease that ran out, a rank that holds something else) the version before is put back,
-        proved and served, or the engine is fenced: then the call fails with APPLY_RESTORED or
-        ENGINE_FENCED. Of a version that is not live any more: VERSION_CONFLICT, and nothing is paused.
+        """One transaction. From Begun on the engine stands still and its parameters may be written by who
+        has them. Commit has every rank digest what it holds, replicas must agree, and the engine
+        generates on it again: Live tells under which version, whose bytes are in the engine's memory
+        alone. Then the trainer pushes what it has written as that version, with the transaction's id as
+        idempotency key, and says Copied; every rank compares all that it holds with what was pushed,
+        and the call ends with Committed. However else it ends (Abort, the end of the stream, a lease
+        that ran out, a rank that holds something else) the version before is put back, proved and
+        served, or the engine is fenced: then the call fails with APPLY_RESTORED or ENGINE_FENCED. Of a
+        version that is not live any more: VERSION_CONFLICT, and nothing is paused.
         """
 
 def add_AttachServiceServicer_to_server(servicer: AttachServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

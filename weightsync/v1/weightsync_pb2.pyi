@@ -113,6 +113,10 @@ class _ResidencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Residency.V
     """On its way into a slot."""
     RESIDENCY_STAGED: _Residency.ValueType  # 3
     """In a slot, every tensor digest verified."""
+    RESIDENCY_DEVICE: _Residency.ValueType  # 4
+    """In an engine's own memory alone, where a trainer has written it: it is live, and is being
+    pushed. Should that fail, the version before is served again.
+    """
 
 class Residency(_Residency, metaclass=_ResidencyEnumTypeWrapper):
     """Whether a version lies in this host's shared memory."""
@@ -125,6 +129,10 @@ RESIDENCY_STAGING: Residency.ValueType  # 2
 """On its way into a slot."""
 RESIDENCY_STAGED: Residency.ValueType  # 3
 """In a slot, every tensor digest verified."""
+RESIDENCY_DEVICE: Residency.ValueType  # 4
+"""In an engine's own memory alone, where a trainer has written it: it is live, and is being
+pushed. Should that fail, the version before is served again.
+"""
 Global___Residency: _TypeAlias = Residency  # noqa: Y015
 
 class _Serving:

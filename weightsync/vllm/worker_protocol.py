@@ -24,6 +24,7 @@ METHODS: Mapping[str, str] = {
     "weightsync_release": "release",
     "weightsync_attach": "attach",
     "weightsync_unprove": "unprove",
+    "weightsync_digest": "digest",
     "weightsync_update": "update",
 }
 

@@ -60,6 +60,7 @@ class Attached(Mapping[str, torch.Tensor]):
         self.version = client.version
         self.content_digest = client.content_digest
         self._client = client
+        self._transaction: InPlaceTransaction | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         boxes: dict[str, list[AttachedBox]] = defaultdict(list)
         with contextlib.ExitStack() as stack:
@@ -130,7 +131,7 @@ class Attached(Mapping[str, torch.Tensor]):
                 part.view.copy_(_part(tensor, part))
 
     def transaction(
-        self, *, lease_s: float = 60.0, **pause: Unpack[PauseChoices]
+        self, *, lease_s: float = 60.0, background: bool = False, **pause: Unpack[PauseChoices]
     ) -> InPlaceTransaction:
         """Have the engine stand still while this is written; see `InPlaceTransaction`.
 
@@ -139,13 +140,20 @@ class Attached(Mapping[str, torch.Tensor]):
         Args:
             lease_s: How long this process may be silent while it writes, seconds; then the version
                 before is put back. `renew` gives all of it again.
+            background: Whether the block ends once the engine generates again, and what is live is
+                pushed meanwhile by another thread, which reads these tensors. `result` waits for
+                that, as the next transaction and `close` do, and tells what has become of it.
             **pause: See `PauseChoices`; not "between_steps".
 
         Raises:
             TypeError: There is no such option.
         """
         check_options("transaction", pause, PauseChoices)
-        return InPlaceTransaction(self._writing, self, lease_s, pause)
+        before = self._transaction
+        self._transaction = InPlaceTransaction(
+            self._writing, self, lease_s, pause, background=background, before=before
+        )
+        return self._transaction
 
     def load_into(self, model: torch.nn.Module) -> None:
         """Give a model the live parameters as its own, so that ordinary training code runs on them.
@@ -173,9 +181,25 @@ class Attached(Mapping[str, torch.Tensor]):
         except OSError as error:
             raise _gone(error) from error
 
+    def settle(self) -> None:
+        """Wait until whatever this process has queued on the GPUs of the parameters is done."""
+        views = (part.view for parts in self.boxes.values() for part in parts)
+        for device in {view.device for view in views if view.is_cuda}:
+            torch.cuda.synchronize(device)
+
     def close(self) -> None:
-        """Detach; views that somebody still has must not be used any more."""
-        self._stack.close()
+        """Detach; views that somebody still has must not be used any more.
+
+        Raises:
+            ClientError: What a transaction has left to the background did not count.
+        """
+        try:
+            if self._transaction is not None:
+                self._transaction.result()
+            # What runs on a GPU would lose its memory.
+            self.settle()
+        finally:
+            self._stack.close()
 
     def __enter__(self) -> Self:
         return self

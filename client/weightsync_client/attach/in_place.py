@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -43,6 +44,9 @@ class Writable(Protocol):
     def read(self, name: str) -> torch.Tensor:
         """Return a copy of a whole tensor."""
 
+    def settle(self) -> None:
+        """Wait until whatever is queued on GPUs is done."""
+
 
 @dataclass(frozen=True)
 class Writing:
@@ -52,13 +56,13 @@ class Writing:
         model: Name of the model.
         link: To the server.
         channel: Its channel.
-        push: Pushes a version, by name of the tensor, and returns its number.
+        push: As `Client.push`.
     """
 
     model: str
     link: Link
     channel: grpc.Channel
-    push: Callable[[dict[str, torch.Tensor]], int]
+    push: Callable[..., object]
 
     def open(self, steps: Iterator[pb.WriteInPlaceRequest]) -> Any:
         """Open WriteInPlace with these messages."""
@@ -69,40 +73,58 @@ class Writing:
 class InPlaceTransaction:
     """Between `with` and its end the engine stands still, and what is live may be written.
 
-    At the end what was written is pushed, as a version like any other, and is live once every rank
-    is proved to hold it. Where the block raises, or anything else goes wrong, the version before is
-    put back, proved and served; so it is when this process dies.
+    At the end every rank digests what it holds, and the engine generates on it. Then what was
+    written is pushed, as a version like any other, and every rank is proved to hold that. Where the
+    block raises, or anything else goes wrong, the version before is put back, proved and served; so
+    it is when this process dies.
 
     Args:
         writing: How it is begun.
         attached: What is written.
         lease_s: How long this may be silent, seconds.
         pause: How the engine pauses.
+        background: Whether what is live is pushed by another thread, after the block.
+        before: The transaction before this one.
 
     Attributes:
         id: Names it, in the server's log and status; "": it has not begun.
+        paused_s: How long nothing was generated, seconds, once the engine goes on.
         report: As of an apply, once it has ended well.
     """
 
     def __init__(
-        self, writing: Writing, attached: Writable, lease_s: float, pause: PauseChoices
+        self,
+        writing: Writing,
+        attached: Writable,
+        lease_s: float,
+        pause: PauseChoices,
+        *,
+        background: bool = False,
+        before: InPlaceTransaction | None = None,
     ) -> None:
         version = attached.version
         self._begin = calls.begin_in_place(writing.model, attached.engine, version, lease_s, pause)
         self._writing, self._attached, self._lease_s = writing, attached, lease_s
         self._steps: queue.SimpleQueue[pb.WriteInPlaceRequest | None] = queue.SimpleQueue()
         self._call: Any = None
+        self._background, self._before = background, before
+        self._following: Future[None] | None = None
         self.id = ""
+        self.paused_s = 0.0
         self.report: types.ApplyReport | None = None
 
     def __enter__(self) -> Self:
-        """Have the engine stand still.
+        """Have the engine stand still, once the transaction before this one has ended.
 
         Raises:
-            ClientError: Nothing was paused, with the reason.
+            ClientError: Nothing was paused, with the reason; or that one did not count.
         """
         if self._call is not None:
             raise refuse(Reason.REQUEST_INVALID, "this transaction was used; make a new one")
+        before, self._before = self._before, None
+        if before is not None:
+            before.result()
+        self._begin.base_version = self._attached.version
         self._steps.put(pb.WriteInPlaceRequest(begin=self._begin))
         self._call = self._writing.open(iter(self._steps.get, None))
         try:
@@ -122,27 +144,65 @@ class InPlaceTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Push what was written and make it live; after an error have it taken back.
+        """Make what was written live, and push it; after an error have it taken back.
 
         Raises:
             ClientError: APPLY_RESTORED: the version before is served again; ENGINE_FENCED.
         """
         try:
+            # Kernels that are queued still would write what is put back, or digested.
+            self._attached.settle()
             if error is not None:
                 self._take_back()
-                return
-            try:
-                with self._renewed():
-                    version = self._writing.push(self._content())
-            except BaseException:
-                self._take_back()
-                raise
-            self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace(version=version)))
+            version = 0 if error is not None else self._go_live()
+        except BaseException:
+            self._end()
+            raise
+        if not version:
+            self._end()
+        elif self._background:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="in place")
+            self._following = pool.submit(self._follow, version)
+            pool.shutdown(wait=False)
+        else:
+            self._follow(version)
+
+    def result(self) -> types.ApplyReport | None:
+        """Wait until what was written is pushed and proved; None: nothing was.
+
+        Raises:
+            ClientError: As the end of the block.
+        """
+        if self._following is not None:
+            self._following.result()
+        return self.report
+
+    def _go_live(self) -> int:
+        self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace()))
+        live = self._answer().live
+        self.paused_s = live.paused.ToNanoseconds() / 1e9
+        return live.version
+
+    def _follow(self, version: int) -> None:
+        """Push what is live, and wait until every rank is proved to hold that."""
+        try:
+            self._push(version)
+            self._steps.put(pb.WriteInPlaceRequest(copied=pb.CopiedInPlace()))
             self.report = convert.to_report(self._answer().committed.report)
             self._attached.version = self.report.version
             self._attached.content_digest = self.report.content_digest
         finally:
             self._end()
+
+    def _push(self, version: int) -> None:
+        try:
+            with self._renewed():
+                # A copy of the model, for deltas of later ones, would take a trainer's memory.
+                options = {"version": version, "idempotency_key": self.id, "delta": "never"}
+                self._writing.push(self._content(), **options)
+        except BaseException:
+            self._take_back()
+            raise
 
     def _content(self) -> dict[str, torch.Tensor]:
         """Return every tensor whole; a view where it lies so."""

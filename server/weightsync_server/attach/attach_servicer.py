@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import attach_pb2_grpc
 from weightsync_server.attach.in_place_call import read_order
+from weightsync_server.catalog.model_name import check_model
 
 if TYPE_CHECKING:
     import grpc
@@ -35,7 +36,7 @@ class AttachServicer(attach_pb2_grpc.AttachServiceServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> Any:
         """Have the ranks hand out their memory."""
-        self._check_model(request.model)
+        check_model(request.model, self._model)
         return await self._attachments.offer(request.engine, context.peer())
 
     async def WriteInPlace(self, request_iterator: Any, context: Any) -> Any:
@@ -47,19 +48,12 @@ class AttachServicer(attach_pb2_grpc.AttachServiceServicer):
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, "the first message of a transaction must be begin"
             )
-        self._check_model(first.begin.model)
+        check_model(first.begin.model, self._model)
         applier = self._attachments.engine(first.begin.engine)
         order = read_order(first.begin)
         async with contextlib.aclosing(self._transactions.run(applier, order, steps)) as answers:
             async for answer in answers:
                 yield answer
-
-    def _check_model(self, model: str) -> None:
-        if model != self._model:
-            raise WeightSyncError(
-                Reason.MODEL_UNKNOWN,
-                f"model {model!r} is not configured; this server has {self._model!r}",
-            )
 
 
 def add_attach_service(servicer: AttachServicer, server: grpc.aio.Server) -> None:

@@ -1,16 +1,20 @@
 """Transactions: a trainer writes the live parameters of an engine that stands still for it.
 
-Every rank is unproved before the first write, and the engine generates again only on a version that
-every rank is proved to hold: the one that was written and pushed, or the one before.
+    INTENT of the version before -> pause -> every rank unproved -> the trainer writes
+    -> every rank digests, replicas agree -> resume: live, in the engine's memory alone
+    -> pushed, INTENT, every rank compared with that and its digests -> a version like any other
+
+Whatever goes wrong on the way: pause, the version before on every rank, verify, resume; else fence.
+The engine has one owner to the end of it, so that nothing else is applied meanwhile.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Never
 
 from weightsync import failpoints
@@ -18,12 +22,14 @@ from weightsync.engine import BETWEEN_STEPS, OpenApply
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import attach_pb2 as pb
 from weightsync_server.attach.attachable import check_attachable
+from weightsync_server.attach.replicas import check_agreed
+from weightsync_server.attach.trainer_line import abandoned
 from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.engine_applier import live_version
 from weightsync_server.engine.outcome import Cause, CutoverPlan, CutoverResult
+from weightsync_server.engine.pause_options import duration
 from weightsync_server.engine.ranks import QUICK_S
 from weightsync_server.engine.unfinished import write_down
-from weightsync_server.engine.worker_reports import RankCommit
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
@@ -31,10 +37,12 @@ if TYPE_CHECKING:
 
     from weightsync.engine import PauseSpec
     from weightsync.v1 import weightsync_pb2
+    from weightsync_server.attach.trainer_line import TrainerLine
+    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine import EngineApplier, HostParts, ModelParts
     from weightsync_server.engine.outcome import Pause, PreparedVersion
     from weightsync_server.engine.session import EngineSession
-    from weightsync_server.engine.worker_reports import Report
+    from weightsync_server.engine.worker_reports import RankCommit, Report
 
 __all__ = ["InPlace", "InPlaceOrder"]
 
@@ -64,8 +72,8 @@ class InPlace:
         model: What it serves.
         host: What engines share.
         order: What the trainer begins with.
-        begun: Awaited when it may write.
-        next_step: Returns the trainer's next message; None: it has gone.
+        trainer: Who writes.
+        give_up: Lets nothing become of a version that was written, and of its push.
 
     Attributes:
         id: Names it.
@@ -77,16 +85,16 @@ class InPlace:
         model: ModelParts,
         host: HostParts,
         order: InPlaceOrder,
-        begun: Callable[[str], Awaitable[None]],
-        next_step: Callable[[], Awaitable[pb.WriteInPlaceRequest | None]],
+        trainer: TrainerLine,
+        give_up: Callable[[VersionRecord, WeightSyncError], Awaitable[None]],
     ) -> None:
         self.id = secrets.token_hex(8)
         self._applier, self._supervisor = applier, applier.supervisor
         self._model, self._host, self._order = model, host, order
-        self._begun, self._next_step = begun, next_step
+        self._trainer, self._give_up = trainer, give_up
 
     async def run(self) -> weightsync_pb2.ApplyReport:
-        """Return when the engine generates on what was written and pushed, proved on every rank.
+        """Return when the engine generates on what was written, pushed and proved on every rank.
 
         Raises:
             WeightSyncError: VERSION_CONFLICT, ENGINE_REFUSED and why nothing can be done with the
@@ -100,12 +108,13 @@ class InPlace:
                 # Whatever the ranks hold after a crash, it is this that is placed.
                 await self._supervisor.journal.intent_to_place(base)
             await failpoints.reach("in_place.begin")
-            version = base.record.version
-            async with session.paused(self._order.spec, OpenApply(self.id, version, version)) as at:
-                plan, result = await self._written(session, base, at)
-                await self._resume(session, plan)
-                result.resume_s = time.perf_counter() - at.began - result.paused_s
-            result.paused_s = time.perf_counter() - at.began
+            async with self._paused(session, base) as pause:
+                record, result = await self._written(session, base, pause)
+            try:
+                plan = await self._copied(session, base, record)
+            except (WeightSyncError, OSError) as error:
+                async with self._paused(session, base):
+                    await self._put_back(session, base, record, error)
             return await self._served(session, plan, result)
 
     def _check(self, session: EngineSession, base: PreparedVersion) -> None:
@@ -130,103 +139,140 @@ class InPlace:
                 "not follow it; attach again and begin with what is live",
             )
 
+    def _paused(
+        self, session: EngineSession, base: PreparedVersion
+    ) -> contextlib.AbstractAsyncContextManager[Pause]:
+        version = base.record.version
+        return session.paused(self._order.spec, OpenApply(self.id, version, version))
+
+    # Live in the engine's memory.
+
     async def _written(
-        self, session: EngineSession, base: PreparedVersion, at: Pause
-    ) -> tuple[CutoverPlan, CutoverResult]:
-        """Return what every rank is proved to hold after the trainer has written."""
+        self, session: EngineSession, base: PreparedVersion, pause: Pause
+    ) -> tuple[VersionRecord, CutoverResult]:
+        """Return what the engine generates with when the trainer has written."""
+        record: VersionRecord | None = None
         try:
             await session.ranks.unprove(QUICK_S)
             await failpoints.reach("in_place.begun")
-            await self._begun(self.id)
-            version = await self._committed()
+            self._trainer.send(
+                pb.WriteInPlaceResponse(begun=pb.InPlaceBegun(transaction_id=self.id))
+            )
+            await self._trainer.step("commit", self._order.lease_s)
             began = time.perf_counter()
-            plan, ranks = await self._proved(session, base, version)
+            record = await self._model.table.add_in_place(self.id)
+            ranks = await self._digested(session, base)
+            await failpoints.reach("in_place.resume")
         except (WeightSyncError, OSError) as error:
-            await self._put_back(session, base, str(error) or type(error).__name__)
-        verify_s = time.perf_counter() - began
-        result = CutoverResult(at.mode, at.seconds, 0.0, verify_s, ranks=ranks)
-        result.paused_s = time.perf_counter() - at.began
-        return plan, result
+            await self._put_back(session, base, record, error)
+        result = CutoverResult(pause.mode, pause.seconds, 0.0, 0.0, ranks=ranks)
+        result.verify_s = time.perf_counter() - began
+        await self._generate(session, record)
+        result.paused_s = time.perf_counter() - pause.began
+        result.resume_s = result.paused_s - (began + result.verify_s - pause.began)
+        await self._show(session, record, result)
+        return record, result
 
-    async def _committed(self) -> int:
-        """Return which version the trainer says that it has written."""
-        while True:
-            try:
-                async with asyncio.timeout(self._order.lease_s):
-                    step = await self._next_step()
-            except TimeoutError:
-                raise _abandoned(
-                    f"the trainer was silent for {self._order.lease_s:g} s; raise its lease"
-                ) from None
-            match step.WhichOneof("step") if step is not None else "":
-                case "renew":
-                    continue
-                case "commit":
-                    return step.commit.version if step is not None else 0
-                case "abort":
-                    raise _abandoned("the trainer has taken it back")
-                case "":
-                    raise _abandoned("the trainer has gone")
-                case other:
-                    raise _abandoned(f"{other} was sent while it was open; begin once")
+    async def _digested(self, session: EngineSession, base: PreparedVersion) -> list[RankCommit]:
+        await failpoints.reach("in_place.commit")
+        timeout_s = self._host.limits.commit_timeout_s
+        ranks = await session.ranks.digest(base.apply_id, self._name, timeout_s)
+        check_agreed(ranks, self._name)
+        return ranks
 
-    async def _proved(
-        self, session: EngineSession, base: PreparedVersion, version: int
-    ) -> tuple[CutoverPlan, list[RankCommit]]:
-        record = self._model.table.get(version)
+    @property
+    def _name(self) -> str:
+        """By which ranks know what has no content digest yet."""
+        return f"in place {self.id}"
+
+    async def _generate(self, session: EngineSession, record: VersionRecord) -> None:
+        try:
+            await session.resume_on(record.version, self._name)
+        except WeightSyncError as error:
+            await self._give_up(record, error)
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"the resume on what was written was not confirmed ({error.message}); every rank "
+                "is asked what it holds, and GetStatus tells what the engine serves",
+                retry_after_s=1.0,
+            ) from error
+
+    async def _show(
+        self, session: EngineSession, record: VersionRecord, result: CutoverResult
+    ) -> None:
+        version = record.version
+        self._supervisor.show_in_place(version, session.ranks.names)
+        logger.info("transaction %s: version %d is live, and not pushed", self.id, version)
+        await failpoints.reach("in_place.live")
+        live = pb.InPlaceLive(version=version, paused=duration(result.paused_s))
+        self._trainer.send(pb.WriteInPlaceResponse(live=live))
+
+    # A version like any other.
+
+    async def _copied(
+        self, session: EngineSession, base: PreparedVersion, record: VersionRecord
+    ) -> CutoverPlan:
+        """Return when every rank is proved to hold what was pushed."""
+        await self._trainer.step("copied", self._order.lease_s)
+        if record.commit is None:
+            raise abandoned(f"version {record.version} was not pushed")
         target = await self._applier.ready(session, base, record, None, apply_id=self.id)
         plan = CutoverPlan(target, base, self._order.spec, Cause())
         try:
             await self._supervisor.journal.intent(plan)
-            await failpoints.reach("in_place.commit")
+            await failpoints.reach("in_place.copied")
             reports = await session.ranks.verify(self.id, self._host.limits.prepare_timeout_s)
-            _check_proved(version, reports)
+            _check_proved(record.version, reports)
+            await failpoints.reach("in_place.proved")
+            # It generates with it, and knows it by another name.
+            await self._supervisor.cutover(session).resume(target)
         except BaseException as error:
             self._supervisor.quarantine.release(target.lease, session.ranks, error)
             raise
-        await failpoints.reach("in_place.proved")
-        return plan, [_proof(report, target.digest) for report in reports]
+        return plan
 
-    async def _resume(self, session: EngineSession, plan: CutoverPlan) -> None:
-        try:
-            with translate_os_errors("the transaction"):
-                await failpoints.reach("in_place.resume")
-            await self._supervisor.cutover(session).resume(plan.target)
-        except BaseException as error:
-            self._supervisor.quarantine.release(plan.target.lease, session.ranks, error)
-            raise
-
-    async def _put_back(self, session: EngineSession, base: PreparedVersion, why: str) -> Never:
-        version = base.record.version
+    async def _put_back(
+        self,
+        session: EngineSession,
+        base: PreparedVersion,
+        record: VersionRecord | None,
+        error: WeightSyncError | OSError,
+    ) -> Never:
+        version, why = base.record.version, str(error) or type(error).__name__
         logger.error("transaction %s: version %d is put back: %s", self.id, version, why)
-        await failpoints.reach("in_place.restore")
-        cutover = self._supervisor.cutover(session)
-        await cutover.place(base)
-        await cutover.resume(base)
-        await write_down(self._supervisor.journal, base)
-        self._supervisor.show(base, whole=True)
-        await session.hold(base)
-        raise WeightSyncError(
+        restored = WeightSyncError(
             Reason.APPLY_RESTORED,
             f"the transaction did not count, and version {version} was put back and verified on "
             f"every rank ({why}); compute on it again",
         )
+        if record is not None:
+            # Before a rank is written: the trainer may be reading what it pushes.
+            await self._give_up(record, restored)
+        await failpoints.reach("in_place.restore")
+        cutover = self._supervisor.cutover(session)
+        await cutover.place(base)
+        await cutover.resume(base)
+        self._supervisor.served.set_live(version)
+        await write_down(self._supervisor.journal, base)
+        self._supervisor.show(base, whole=True)
+        await session.hold(base)
+        raise restored
 
     async def _served(
         self, session: EngineSession, plan: CutoverPlan, result: CutoverResult
     ) -> weightsync_pb2.ApplyReport:
         target, base = plan.target, plan.base
+        target.record.in_place = ""
         self._supervisor.served.set_live(target.record.version)
         await session.hold(target)
         self._supervisor.show(target, whole=True)
-        logger.info("transaction %s: version %d is live", self.id, target.record.version)
+        logger.info(
+            "transaction %s: version %d is pushed and proved", self.id, target.record.version
+        )
+        result.ranks = [replace(rank, content_digest=target.digest) for rank in result.ranks]
         report = replies.applied(target, base.record.version, plan.spec, result)
         await self._supervisor.journal.done(plan, idempotency.Answer())
         return report
-
-
-def _abandoned(why: str) -> WeightSyncError:
-    return WeightSyncError(Reason.APPLY_RESTORED, why)
 
 
 def _check_proved(version: int, reports: Sequence[Report]) -> None:
@@ -236,10 +282,6 @@ def _check_proved(version: int, reports: Sequence[Report]) -> None:
         ranks = ", ".join(report.rank for report in wrong)
         raise WeightSyncError(
             Reason.DATA_CORRUPT,
-            f"rank {ranks} holds something else of {', '.join(names[:10])} than version {version}; "
-            "write nothing after it was pushed, and every place of a tensor",
+            f"rank {ranks} holds something else of {', '.join(names[:10])} than version {version}, "
+            "or than when that became live; write nothing outside a transaction",
         )
-
-
-def _proof(report: Report, digest: str) -> RankCommit:
-    return RankCommit(report.rank, digest, 0, False, 0.0, report.seconds, "")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import attach_pb2 as pb
 from weightsync_server.attach.in_place import InPlace, InPlaceOrder
+from weightsync_server.attach.trainer_line import TrainerLine
 from weightsync_server.engine.pause_options import pause_spec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from weightsync.v1 import weightsync_pb2
+    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine import EngineApplier, HostParts, ModelParts
 
 __all__ = ["InPlaceCalls", "read_order"]
@@ -29,10 +30,16 @@ class InPlaceCalls:
     Args:
         model: What engines serve.
         host: What they share.
+        give_up: Lets nothing become of a version that was written, and of its push.
     """
 
-    def __init__(self, model: ModelParts, host: HostParts) -> None:
-        self._model, self._host = model, host
+    def __init__(
+        self,
+        model: ModelParts,
+        host: HostParts,
+        give_up: Callable[[VersionRecord, WeightSyncError], Awaitable[None]],
+    ) -> None:
+        self._model, self._host, self._give_up = model, host, give_up
         self._running: set[asyncio.Task[weightsync_pb2.ApplyReport]] = set()
 
     async def run(
@@ -51,30 +58,19 @@ class InPlaceCalls:
         Raises:
             WeightSyncError: As `InPlace.run`.
         """
-        received: asyncio.Queue[pb.WriteInPlaceRequest | None] = asyncio.Queue()
-        begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        async def tell(transaction_id: str) -> None:
-            begun.set_result(transaction_id)
-
-        work = InPlace(applier, self._model, self._host, order, tell, received.get)
+        line = TrainerLine(steps)
+        work = InPlace(applier, self._model, self._host, order, line, self._give_up)
         task = asyncio.create_task(work.run(), name=f"in place {work.id}")
         self._running.add(task)
         task.add_done_callback(self._ended)
-        reading = asyncio.create_task(_read(steps, received))
+        task.add_done_callback(lambda _: line.end())
         try:
-            either: set[asyncio.Future[Any]] = {task, begun}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if begun.done():
-                message = pb.InPlaceBegun(transaction_id=begun.result())
-                yield pb.WriteInPlaceResponse(begun=message)
-            report = await asyncio.shield(task)
-            yield pb.WriteInPlaceResponse(committed=pb.InPlaceCommitted(report=report))
+            async for answer in line.answers():
+                yield answer
+            committed = pb.InPlaceCommitted(report=await asyncio.shield(task))
+            yield pb.WriteInPlaceResponse(committed=committed)
         finally:
-            received.put_nowait(None)
-            reading.cancel()
-            # Nobody else may end the stream while it is read.
-            await asyncio.wait({reading})
+            await line.close()
 
     async def drain(self) -> None:
         """Wait for those that are open: their callers are gone by now."""
@@ -86,17 +82,6 @@ class InPlaceCalls:
         if not task.cancelled():
             # Whoever still waits is told; it is no fault that nobody does.
             task.exception()
-
-
-async def _read(
-    steps: AsyncIterator[pb.WriteInPlaceRequest],
-    received: asyncio.Queue[pb.WriteInPlaceRequest | None],
-) -> None:
-    # However it ends, the trainer says nothing more.
-    with contextlib.suppress(Exception):
-        async for step in steps:
-            received.put_nowait(step)
-    received.put_nowait(None)
 
 
 def read_order(begin: pb.BeginInPlace) -> InPlaceOrder:

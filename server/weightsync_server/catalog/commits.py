@@ -155,7 +155,8 @@ class CommitService:
         """Refuse what may not be committed now."""
         if not adopted and record.epoch != self._epochs.newest:
             raise self._epochs.stale(record.epoch)
-        if record.version <= self._table.highest and not (adopted or record.backfill):
+        numbered = adopted or record.backfill or record.in_place
+        if record.version <= self._table.highest and not numbered:
             raise self._table.not_above(record.version)
         if record.durability == pb.DURABILITY_FAILED:
             raise WeightSyncError(

@@ -70,6 +70,8 @@ class VersionRecord:
         base: The version whose bytes it is kept as a change of; None: it is kept in full.
         holds: Pushes of deltas that are based on it.
         awaited: Callers for whom it is being read, or who are about to get a lease.
+        in_place: The transaction that has written it into an engine's memory, which has it alone
+            until its push was compared with that; empty: it comes otherwise.
         backfill: It comes from the origin of this server, which has given it its number: it may lie
             below numbers that were used here.
         layout_check: Whether the engine was asked if it takes such tensors.
@@ -99,6 +101,7 @@ class VersionRecord:
     base: VersionRecord | None = None
     holds: int = 0
     awaited: int = 0
+    in_place: str = ""
     backfill: bool = False
     layout_check: pb.LayoutCheck.ValueType = pb.LAYOUT_CHECK_UNCHECKED
     live_check: pb.LiveCheck.ValueType = pb.LIVE_CHECK_UNSPECIFIED
@@ -195,7 +198,7 @@ class VersionRecord:
             model=self.model,
             version=self.version,
             durability=self.durability,
-            residency=self.residency,
+            residency=pb.RESIDENCY_DEVICE if self.in_place else self.residency,
             serving=self.serving,
             rejected_reason=self.rejected_reason,
             epoch=self.epoch,

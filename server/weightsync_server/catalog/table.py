@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.record import VersionRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync.model.manifest import Manifest
     from weightsync_server.catalog.pins import Pins
-    from weightsync_server.catalog.record import VersionRecord
 
 __all__ = ["VersionTable"]
 
@@ -153,6 +153,24 @@ class VersionTable:
         """Return the lowest number above all versions, those that are being pushed included."""
         shared = (record.version for record in self._records.values() if not record.local)
         return max(self.highest, self._reserved, *shared) + 1
+
+    async def add_in_place(self, transaction_id: str) -> VersionRecord:
+        """Register a version that lies in an engine's memory alone; persisted: its number is used.
+
+        Args:
+            transaction_id: What has written it there; the idempotency key of its push.
+
+        Raises:
+            WeightSyncError: The store cannot be written.
+        """
+        record = VersionRecord(self.name, self.next_version(), in_place=transaction_id)
+        self.add(record)
+        try:
+            await self._pins.use(record.version)
+        except BaseException:
+            self.remove(record)
+            raise
+        return record
 
     def adoption_version(self) -> int:
         """Return the number for the engine's checkpoint: the reserved one, unless it was used."""

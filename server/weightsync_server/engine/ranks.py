@@ -239,6 +239,18 @@ class Ranks:
         """
         await self._done("weightsync_unprove", {}, timeout_s)
 
+    async def digest(self, apply_id: str, name: str, timeout_s: float) -> list[RankCommit]:
+        """Have every rank take what somebody else has written for whole; the engine is paused.
+
+        Args:
+            apply_id: Of a version that they have prepared.
+            name: What they call it, in place of a content digest.
+            timeout_s: Longest wait, seconds.
+        """
+        args = {"apply_id": apply_id, "name": name, "parts": len(self.names) > 1}
+        replies = await self._call("weightsync_digest", args, timeout_s)
+        return [read_commit(rank, apply_id, r) for rank, r in zip(self.names, replies, strict=True)]
+
     async def start_prefetch(self, apply_id: str, document: str) -> None:
         """Let every rank read shards of a version as they come; what they are asked next ends it.
 

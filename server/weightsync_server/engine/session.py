@@ -348,8 +348,19 @@ class EngineSession:
         Raises:
             WeightSyncError: Of the last try: no resume was confirmed.
         """
-        version = current.record.version if current else 0
-        digest = current.digest if current else ""
+        if current is None:
+            await self.resume_on(0, "", tries)
+        else:
+            await self.resume_on(current.record.version, current.digest, tries)
+
+    async def resume_on(self, version: int, digest: str, tries: int = _TRIES) -> None:
+        """Start generation on what every rank calls by a digest, or a name; see `resume`.
+
+        An engine that generates with it already is told its version, and this digest.
+
+        Raises:
+            WeightSyncError: Of the last try: no resume was confirmed.
+        """
         for _ in range(tries):
             await self._limit.renew()
             try:

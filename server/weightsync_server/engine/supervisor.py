@@ -184,12 +184,11 @@ class EngineSupervisor:
     @property
     def loads(self) -> LoadScheduler | None:
         """Has the ranks load versions; None: they do not, or the engine is away."""
-        return self._session.loads if self._session is not None else None
+        return self._session.loads if self._session else None
 
     def status(self) -> pb.EngineStatus:
         """Return what GetStatus shows of the engine."""
-        live = self._session.live if self._session is not None else None
-        status = self._condition.status(live, self.loads)
+        status = self._condition.status(self._session and self._session.live, self.loads)
         status.name, status.apply_id = self.name, self.apply_id
         replies.show_served(status, self.served, self._model.table, self.loads)
         return status
@@ -199,8 +198,13 @@ class EngineSupervisor:
         self._condition.set(pb.ENGINE_STATE_FENCED, reason)
         self._wake.set()
 
+    def show_in_place(self, version: int, ranks: Sequence[str]) -> None:
+        """Show that every rank serves what was written into its own memory."""
+        self.served.set_live(version)
+        self._shown.set_served(dict.fromkeys(ranks, version))
+
     def show(self, current: PreparedVersion, *, whole: bool) -> None:
-        """Show what every rank serves, and whether all of it was compared."""
+        """Show what every rank serves, and whether all was compared."""
         self._shown.set_served({r.rank: current.record.version for r in current.reports})
         if whole:
             self.checks.passed(current)

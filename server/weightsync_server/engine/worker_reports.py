@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
@@ -91,7 +91,7 @@ class RankCommit:
 
     It is `patched` when only what changes was written, and compared. `switch_s` is the whole time
     of a switch between two steps. It has `compared_all` when all that is live was compared with
-    what the server received.
+    what the server received. `parts` are digests of what it was asked to digest, by what it is.
     """
 
     rank: str
@@ -104,6 +104,7 @@ class RankCommit:
     switch_s: float = 0.0
     compared_all: bool = True
     device: DeviceUse = NO_DEVICE
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -259,4 +260,5 @@ def read_commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
         switch_s=float(reply.get("switch_s", 0.0)),
         compared_all=bool(reply.get("compared_all", not reply.get("patched"))),
         device=_device(reply),
+        parts=reply.get("parts", {}),
     )

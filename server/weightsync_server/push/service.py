@@ -275,6 +275,16 @@ class PushService:
         self._check_same(response, request)
         return response
 
+    async def give_up(self, record: VersionRecord, error: WeightSyncError) -> None:
+        """Let nothing become of a version that a trainer has written into an engine's memory."""
+        push = self._index.with_key(record.in_place)
+        record.in_place = ""
+        if push is None:
+            await self._model.orphans.drop(record)
+        else:
+            push.lifecycle.fail(error)
+            await push.lifecycle.closed()
+
     # Inside
 
     def _check_model(self, name: str) -> None:
@@ -326,9 +336,11 @@ class PushService:
             )
         table = self._model.table
         version = request.version or table.next_version()
-        existing = self._existing(version, backfill=backfill)
+        live = self._in_place(version, request.idempotency_key)
+        existing = None if live is not None else self._existing(version, backfill=backfill)
         base = base_of(self._model, request)
-        record = VersionRecord(request.model, version, epoch, dict(request.metadata))
+        record = live or VersionRecord(request.model, version)
+        record.epoch, record.metadata = epoch, dict(request.metadata)
         record.backfill = backfill
         push = self._factory.make(record, request, existing=existing, base=base)
         if request.fallback_reason:
@@ -340,6 +352,12 @@ class PushService:
             record.missing = partial(missing, push.state)
             table.add(record)
         return push
+
+    def _in_place(self, version: int, key: str) -> VersionRecord | None:
+        """Return the version that an engine's memory has, if that is what is pushed."""
+        record = self._model.table.find(version)
+        receiving = record is not None and record.durability == pb.DURABILITY_RECEIVING
+        return record if record and receiving and key and record.in_place == key else None
 
     def _existing(self, version: int, *, backfill: bool) -> VersionRecord | None:
         """Return the version that a push would repeat, if it may be opened at all."""
@@ -356,10 +374,13 @@ class PushService:
         highest, existing = table.highest, table.find(version)
         if existing is not None and existing.commit is None and not existing.orphaned:
             # No push brings it, or it had been found above.
+            what = (
+                "what a trainer writes in place" if existing.in_place else "an engine's checkpoint"
+            )
             raise WeightSyncError(
                 Reason.PUSH_ABORTED,
-                f"version {version} is becoming the engine's checkpoint; push another version, or "
-                "retry when that is committed",
+                f"version {version} is becoming {what}; push another version, or retry when that "
+                "is committed",
                 metadata={"version": str(version)},
                 retry_after_s=1.0,
             )

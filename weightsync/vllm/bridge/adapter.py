@@ -253,7 +253,9 @@ class VllmEngine:
         async with self._changes:
             self._check_ready()
             free = self._state in (EngineState.UNRECONCILED, EngineState.FENCED)
-            if lease_id or not free:
+            # What it generates with may have got another name.
+            free = free or (self._state is EngineState.SERVING and content_digest != self._served)
+            if lease_id or self._lease.id or not free:
                 self._lease.check(lease_id)
             # Without a lease sleep mode could come before the first step.
             self._sleep.hold()

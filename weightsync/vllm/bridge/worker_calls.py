@@ -23,7 +23,8 @@ COMMIT = "weightsync_commit"
 TOUCH_WEIGHTS = frozenset(
     f"weightsync_{word}"
     for word in (
-        *("ahead", "attach", "capture", "check", "load", "prepare", "commit", "switch", "verify"),
+        *("ahead", "attach", "capture", "check", "digest", "load", "prepare", "commit", "switch"),
+        "verify",
     )
 )
 #: How often workers are asked whether they have done what they do in the background.

@@ -7,6 +7,8 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
+
 from weightsync.gpu.ipc import DeviceError, place_of
 from weightsync.shm.live_views import DOCUMENT, HANDLES, MEMORY, LiveBox, LiveViews
 from weightsync.shm.segment_socket import SegmentClient
@@ -17,8 +19,6 @@ from weightsync.vllm.plan.shared_params import shared_segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    import torch
 
     from weightsync.gpu.ipc import Place
     from weightsync.shm.segment_socket import OfferedFile
@@ -122,8 +122,12 @@ class _Memory(Protocol):
 
 
 def _memory(live: Sequence[torch.Tensor]) -> _Memory:
-    on_device = any(view.device.type == "cuda" for view in live)
-    return _DeviceMemory() if on_device else _HostMemory(shared_segments())
+    devices = {view.device for view in live if view.is_cuda}
+    if not devices:
+        return _HostMemory(shared_segments())
+    # The driver wants a context of this thread's, and PyTorch makes none before it has to.
+    torch.cuda.current_stream(devices.pop()).synchronize()
+    return _DeviceMemory()
 
 
 class _HostMemory:

@@ -21,6 +21,7 @@ from weightsync.vllm.plan.view_cache import ViewCache
 from weightsync.vllm.twin.loader_process import LoaderError
 from weightsync.vllm.worker.background import Background
 from weightsync.vllm.worker.live_content import LiveContent
+from weightsync.vllm.worker.live_digests import changed_since, digest_live
 from weightsync.vllm.worker.live_memory import hand_out
 from weightsync.vllm.worker.plan_transform import PlanTransform
 from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError, refused
@@ -225,7 +226,7 @@ class Rank:
         self._end_staging()
         live, sent = self._live, self._ops.sent
         writer = self._transform.writer(target, live.proved)
-        live.apply_id, live.content_digest, live.dirty = apply_id, "", True
+        live.begin(apply_id)
         begin = time.perf_counter()
         live.writes += 1
         try:
@@ -240,7 +241,7 @@ class Rank:
             self._transform.invalidate(target)
         done = time.perf_counter()
         if not wrong:
-            live.content_digest, live.dirty = target.content_digest, False
+            live.prove(apply_id, target.content_digest)
         reply = {
             "apply_id": apply_id,
             "content_digest": live.content_digest,
@@ -294,6 +295,19 @@ class Rank:
         self._end_staging()
         self._live.unprove()
         return self.state(args)
+
+    def digest(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Digest what somebody else has written, and take it for whole under a name of its own.
+
+        The engine is paused meanwhile. With `parts`, the reply tells the digest of each.
+        """
+        failpoints.hit("worker.digest")
+        apply_id, begin = str(args["apply_id"]), time.perf_counter()
+        found = digest_live(self._known(apply_id), self._ops, self._threads)
+        self._live.accept(str(args["name"]), found)
+        seconds = time.perf_counter() - begin
+        reply = {"apply_id": apply_id, "content_digest": self._live.proved, "verify_s": seconds}
+        return {**reply, "parts": found.parts() if args.get("parts") else {}}
 
     def release(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Forget prepared versions that are not kept.
@@ -398,8 +412,12 @@ class Rank:
 
     def _verify(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         del args
-        target = self._known(job.apply_id)
-        return {"phase": "ready", **self._compare(target, job.cancelled.is_set)}
+        target, stop = self._known(job.apply_id), job.cancelled.is_set
+        wrong = changed_since(self._live.digests, self._ops, self._threads, stop)
+        if wrong:
+            self._live.unprove()
+            return {"phase": "ready", "proved": False, "mismatched": wrong[:NAMES]}
+        return {"phase": "ready", **self._compare(target, stop)}
 
     def _compare(
         self, target: Prepared, stop: Callable[[], bool], *, claim: bool = True
@@ -412,8 +430,7 @@ class Rank:
             msg = "the parameters were written while they were compared; compare again"
             raise RefusedCallError(msg)
         if not wrong and claim:
-            live.apply_id, live.content_digest = target.apply_id, target.content_digest
-            live.dirty = False
+            live.prove(target.apply_id, target.content_digest)
         elif wrong and live.content_digest == target.content_digest:
             live.content_digest, live.dirty = "", True
         return {"proved": not wrong, "mismatched": wrong[:NAMES]}
