@@ -401,7 +401,7 @@ class Client:
         from weightsync_client.attach import Writing, attach
 
         found = self._invoke(calls.attach(self.model, engine, self._link.timeouts))
-        writing = Writing(self.model, self._link, self._channel, lambda w: self.push(w).version)
+        writing = Writing(self.model, self._link, self._channel, self.push)
         return attach(found.engine, found.socket, found.secret, writing)
 
     # The server and this client.

@@ -195,7 +195,7 @@ class App:
         applier = Applier(engines.set, parts, host)
         attachments = Attachments(engines.set, segments, attach_socket(settings))
         attachments.start(stack)
-        transactions = InPlaceCalls(parts, host)
+        transactions = InPlaceCalls(parts, host, pushes.give_up)
         of_fleet, fleet = fleet_options(settings), None
         if of_fleet is not None and settings.engine_names == ["none"]:
             model.collector.needed_elsewhere = watch_needs(of_fleet, stack).contents
