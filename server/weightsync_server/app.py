@@ -17,6 +17,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.attach import (
+    AttachMetrics,
     Attachments,
     AttachServicer,
     InPlaceCalls,
@@ -193,9 +194,10 @@ class App:
         engines = Engines(options, parts, host, journal, announcer.serving)
         await engines.open(settings.segment_socket, stack)
         applier = Applier(engines.set, parts, host)
-        attachments = Attachments(engines.set, segments, attach_socket(settings))
+        attach_metrics = AttachMetrics(metrics)
+        attachments = Attachments(engines.set, segments, attach_socket(settings), attach_metrics)
         attachments.start(stack)
-        transactions = InPlaceCalls(parts, host, pushes.give_up)
+        transactions = InPlaceCalls(parts, host, pushes.give_up, attach_metrics)
         of_fleet, fleet = fleet_options(settings), None
         if of_fleet is not None and settings.engine_names == ["none"]:
             model.collector.needed_elsewhere = watch_needs(of_fleet, stack).contents

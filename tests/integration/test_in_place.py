@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.scraped import scraped
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync_client import Client, ClientError, InvalidError
@@ -143,6 +144,10 @@ def test_what_was_written_is_a_version_like_any_other(site: _Site) -> None:
         for name, first in _tensors(1).items():
             assert torch.equal(content[name], first + 20)
         assert client.verify().verified
+        metric = partial(scraped, site.server.log)
+        assert metric("weightsync_attached_trainers") == 1
+        assert metric("weightsync_in_place_total", outcome="committed") == 2
+        assert metric("weightsync_in_place_total", outcome="restored") == 0
         client.rollback()
         assert torch.equal(attached.read("b"), _tensors(1)["b"] + 10)
         attached.check()
@@ -166,6 +171,7 @@ def test_an_error_in_the_block_takes_it_back(site: _Site) -> None:
         assert attached.version == 1
         with attached.transaction():
             _add(attached, 10)
+        assert scraped(site.server.log, "weightsync_in_place_total", outcome="restored") == 1
     assert site.recover() == 2
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 
+from tests.support.scraped import scraped
 from tests.support.serving import wait_serving
 from weightsync_client import Client, Durability, Residency
 
@@ -120,10 +119,7 @@ class FollowingServer:
 
     def metric(self, name: str) -> float:
         """Return a metric of its last life, which was started with `--metrics 127.0.0.1:0`."""
-        address = re.findall(r"metrics on (http://\S+)", self.log)[-1]
-        with urllib.request.urlopen(address) as answer:
-            text = answer.read().decode()
-        return float(re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)[0])
+        return scraped(self.log, name)
 
     def kill(self) -> None:
         """End it at once, as a crash does."""

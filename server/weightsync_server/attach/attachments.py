@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weightsync.shm.attach_server import HandedOut
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync.wire.peer_server import PeerCredentials
+    from weightsync_server.attach.attach_metrics import AttachMetrics
     from weightsync_server.engine import EngineApplier, EngineSet
     from weightsync_server.engine.live_check import LiveChecks
     from weightsync_server.engine.session import EngineSession
@@ -124,12 +125,16 @@ class Attachments:
         engines: Of this host.
         segments: Where ranks send what opens their memory.
         socket: Path at which trainers connect.
+        metrics: Counts them.
     """
 
-    def __init__(self, engines: EngineSet, segments: SegmentServer, socket: Path) -> None:
+    def __init__(
+        self, engines: EngineSet, segments: SegmentServer, socket: Path, metrics: AttachMetrics
+    ) -> None:
         self._engines = engines
         self._segments = segments
         self._socket = socket
+        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._offers: dict[str, Attachment] = {}
         self._open: set[Attachment] = set()
@@ -202,12 +207,14 @@ class Attachments:
                 "this secret opens nothing: it was used, or is too old; call Attach again",
             )
         self._open.add(attachment)
+        self._metrics.set_attached(len(self._open))
         logger.info("process %d has the memory of engine %s", peer.pid, attachment.engine)
         return attachment, found
 
     async def leave(self, attachment: Attachment, peer: PeerCredentials) -> None:
         """Take note that a trainer's connection has ended."""
         self._open.discard(attachment)
+        self._metrics.set_attached(len(self._open))
         attachment.end()
         logger.info("process %d has left engine %s", peer.pid, attachment.engine)
 

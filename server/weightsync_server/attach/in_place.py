@@ -201,6 +201,8 @@ class InPlace:
         self, session: EngineSession, record: VersionRecord, result: CutoverResult
     ) -> None:
         version = record.version
+        for phase in ("pause", "verify", "resume", "paused"):
+            self._host.metrics.observe_phase(phase, getattr(result, f"{phase}_s"))
         self._supervisor.show_in_place(version, session.ranks.names)
         logger.info("transaction %s: version %d is live, and not pushed", self.id, version)
         await failpoints.reach("in_place.live")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from weightsync.v1 import weightsync_pb2
+    from weightsync_server.attach.attach_metrics import AttachMetrics
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine import EngineApplier, HostParts, ModelParts
 
@@ -31,6 +32,7 @@ class InPlaceCalls:
         model: What engines serve.
         host: What they share.
         give_up: Lets nothing become of a version that was written, and of its push.
+        metrics: Counts their ends.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class InPlaceCalls:
         model: ModelParts,
         host: HostParts,
         give_up: Callable[[VersionRecord, WeightSyncError], Awaitable[None]],
+        metrics: AttachMetrics,
     ) -> None:
         self._model, self._host, self._give_up = model, host, give_up
+        self._metrics = metrics
         self._running: set[asyncio.Task[weightsync_pb2.ApplyReport]] = set()
 
     async def run(
@@ -79,9 +83,11 @@ class InPlaceCalls:
 
     def _ended(self, task: asyncio.Task[weightsync_pb2.ApplyReport]) -> None:
         self._running.discard(task)
-        if not task.cancelled():
-            # Whoever still waits is told; it is no fault that nobody does.
-            task.exception()
+        # Whoever still waits is told; it is no fault that nobody does.
+        error = None if task.cancelled() else task.exception()
+        restored = isinstance(error, WeightSyncError) and error.reason is Reason.APPLY_RESTORED
+        done = "committed" if error is None and not task.cancelled() else "failed"
+        self._metrics.count_transaction("restored" if restored else done)
 
 
 def read_order(begin: pb.BeginInPlace) -> InPlaceOrder:

@@ -13,7 +13,9 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.attach_server import HandedOut
 from weightsync.wire.peer_server import PeerCredentials
 from weightsync_server.attach import attachments
+from weightsync_server.attach.attach_metrics import AttachMetrics
 from weightsync_server.attach.attachments import Attachment, Attachments
+from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +114,9 @@ async def test_what_nobody_fetches_is_closed() -> None:
 @pytest.fixture
 async def those(tmp_path: Path) -> Attachments:
     made: Any = Attachments
-    result: Attachments = made(SimpleNamespace(), None, tmp_path / "a.sock")
+    result: Attachments = made(
+        SimpleNamespace(), None, tmp_path / "a.sock", AttachMetrics(Metrics("m"))
+    )
     return result
 
 
@@ -125,7 +129,12 @@ async def test_other_hosts_get_nothing(those: Attachments, peer: str) -> None:
 async def test_of_several_engines_one_must_be_named(tmp_path: Path) -> None:
     engines = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
     made: Any = Attachments
-    those = made(SimpleNamespace(named=lambda _: engines), None, tmp_path / "a.sock")
+    those = made(
+        SimpleNamespace(named=lambda _: engines),
+        None,
+        tmp_path / "a.sock",
+        AttachMetrics(Metrics("m")),
+    )
     with pytest.raises(WeightSyncError, match="name one of a, b"):
         await those.offer("", "unix:")
 
