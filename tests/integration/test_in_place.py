@@ -333,6 +333,55 @@ def test_what_fails_in_the_background_is_raised_by_the_next(site: _Site) -> None
     assert site.recover() == 3
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_trainer_has_its_own_tensors_served(site: _Site, *, background: bool) -> None:
+    with site.client() as client, site.attached() as attached:
+        wanted = {name: tensor + 0.1 for name, tensor in _tensors(5).items()}
+        done = attached.update(wanted, background=background)
+        assert client.status().models[0].live_version == 2
+        assert torch.equal(attached.read("w"), wanted["w"])
+        report = done.result()
+        assert report is not None
+        content = {tensor.name: tensor.torch() for tensor in client.tensors(report.version)}
+        assert all(torch.equal(content[name], wanted[name]) for name in wanted)
+        client.rollback()
+        assert torch.equal(attached.read("w"), _tensors(1)["w"])
+    assert site.recover() == 1
+
+
+def test_what_a_trainer_overwrites_too_early_is_found(site: _Site) -> None:
+    with site.attached() as attached:
+        wanted = _tensors(5)
+        with (
+            _pushing(attached, lambda: wanted["b"].add_(1)),
+            pytest.raises(ClientError, match="holds something else of b") as caught,
+        ):
+            attached.update(wanted)
+        assert caught.value.reason is Reason.APPLY_RESTORED
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+    assert site.recover() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors: tensors.pop("b"), "b"),
+        (lambda tensors: tensors.update(c=torch.zeros(1)), "c"),
+        (lambda tensors: tensors.update(w=torch.zeros(4, 8)), "w"),
+    ],
+)
+def test_an_update_is_all_that_the_engine_has(
+    site: _Site, change: Callable[[dict[str, torch.Tensor]], object], named: str
+) -> None:
+    with site.attached() as attached:
+        tensors = _tensors(5)
+        change(tensors)
+        with pytest.raises(InvalidError, match=rf"\({named}\); give exactly those"):
+            attached.update(tensors)
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+    assert site.recover() == 1
+
+
 def _write_b(attached: Attached, rank: int) -> None:
     attached.boxes["b"][rank].view[1] = -1
 

@@ -149,11 +149,75 @@ class Attached(Mapping[str, torch.Tensor]):
             TypeError: There is no such option.
         """
         check_options("transaction", pause, PauseChoices)
-        before = self._transaction
+        return self._begun(lease_s, pause, background=background)
+
+    def update(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        lease_s: float = 60.0,
+        background: bool = False,
+        **pause: Unpack[PauseChoices],
+    ) -> InPlaceTransaction:
+        """Have the engine serve a trainer's tensors, copied from where they lie into its memory.
+
+        From one GPU to another, or within one, nothing goes through the host before the engine
+        generates on them. Then these tensors are pushed, and every rank is proved to hold them as
+        vLLM would have loaded them; what was freed or overwritten meanwhile is found by that, and
+        the version before is served again. They must not change until this returns, with
+        `background` until `result` does.
+
+        Args:
+            tensors: All of `boxes`, in these shapes; any dtype and device.
+            lease_s: As of `transaction`.
+            background: As of `transaction`.
+            **pause: As of `transaction`.
+
+        Raises:
+            ClientError: Naming what is missing, or has another shape: nothing was paused. Or as a
+                transaction.
+            TypeError: There is no such option.
+        """
+        check_options("update", pause, PauseChoices)
+        self._check_complete(tensors)
+        with self._begun(lease_s, pause, background=background, source=tensors) as transaction:
+            for name, tensor in tensors.items():
+                self.write(name, tensor)
+        return transaction
+
+    def _begun(
+        self,
+        lease_s: float,
+        pause: PauseChoices,
+        *,
+        background: bool,
+        source: Mapping[str, torch.Tensor] | None = None,
+    ) -> InPlaceTransaction:
         self._transaction = InPlaceTransaction(
-            self._writing, self, lease_s, pause, background=background, before=before
+            self._writing,
+            self,
+            lease_s,
+            pause,
+            background=background,
+            before=self._transaction,
+            source=source,
         )
         return self._transaction
+
+    def _check_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wrong = [
+            name
+            for name in self._shapes.keys() | shapes
+            if self._shapes.get(name) != shapes.get(name)
+        ]
+        if wrong:
+            named = ", ".join(sorted(wrong)[:10])
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"{len(wrong)} tensors are missing, unknown to the engine or of another shape "
+                f"({named}); give exactly those of `boxes`, in their shapes",
+            )
 
     def load_into(self, model: torch.nn.Module) -> None:
         """Give a model the live parameters as its own, so that ordinary training code runs on them.

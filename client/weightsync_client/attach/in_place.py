@@ -85,6 +85,7 @@ class InPlaceTransaction:
         pause: How the engine pauses.
         background: Whether what is live is pushed by another thread, after the block.
         before: The transaction before this one.
+        source: What is written, and pushed then; None: what is live by then.
 
     Attributes:
         id: Names it, in the server's log and status; "": it has not begun.
@@ -101,13 +102,14 @@ class InPlaceTransaction:
         *,
         background: bool = False,
         before: InPlaceTransaction | None = None,
+        source: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         version = attached.version
         self._begin = calls.begin_in_place(writing.model, attached.engine, version, lease_s, pause)
         self._writing, self._attached, self._lease_s = writing, attached, lease_s
         self._steps: queue.SimpleQueue[pb.WriteInPlaceRequest | None] = queue.SimpleQueue()
         self._call: Any = None
-        self._background, self._before = background, before
+        self._background, self._before, self._source = background, before, source
         self._following: Future[None] | None = None
         self.id = ""
         self.paused_s = 0.0
@@ -206,6 +208,8 @@ class InPlaceTransaction:
 
     def _content(self) -> dict[str, torch.Tensor]:
         """Return every tensor whole; a view where it lies so."""
+        if self._source is not None:
+            return dict(self._source)
         whole = self._attached
         return {name: whole[name] if name in whole else whole.read(name) for name in whole.boxes}
 

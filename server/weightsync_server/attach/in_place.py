@@ -218,7 +218,9 @@ class InPlace:
         await self._trainer.step("copied", self._order.lease_s)
         if record.commit is None:
             raise abandoned(f"version {record.version} was not pushed")
-        target = await self._applier.ready(session, base, record, None, apply_id=self.id)
+        target = await self._applier.ready(
+            session, base, record, None, apply_id=self.id, to_write=False
+        )
         plan = CutoverPlan(target, base, self._order.spec, Cause())
         try:
             await self._supervisor.journal.intent(plan)

@@ -81,6 +81,7 @@ class EngineApplier:
         *,
         durable: bool = True,
         apply_id: str = "",
+        to_write: bool = True,
     ) -> PreparedVersion:
         """Have every rank prepare a version; what they read of it is proved.
 
@@ -91,6 +92,8 @@ class EngineApplier:
             timeout_s: Longest time; None: as configured.
             durable: Whether it must be committed.
             apply_id: What the ranks shall call it; "": as the apply that has the engine.
+            to_write: Whether it will be written; else what is live is compared with it alone, and
+                it is sent to no device.
 
         Raises:
             WeightSyncError: Nothing is changed.
@@ -100,7 +103,7 @@ class EngineApplier:
         seconds = timeout_s or self._host.limits.prepare_timeout_s
         lease = await self._model.stager.stage(record.version, seconds, durable=durable)
         try:
-            target = await self._proved(session, live, lease, seconds, apply_id)
+            target = await self._proved(session, live, lease, seconds, apply_id, to_write)
         except BaseException:
             lease.release()
             raise
@@ -114,10 +117,11 @@ class EngineApplier:
         lease: SlotLease,
         timeout_s: float,
         apply_id: str,
+        to_write: bool,  # noqa: FBT001 - passed on, in order
     ) -> PreparedVersion:
         # Each shard is digested after every rank has read it: so what they read is proved.
         async with self._model.stager.digesting(lease) as digests:
-            target = await self._prepared(session, lease, digests, timeout_s, apply_id)
+            target = await self._prepared(session, lease, digests, timeout_s, apply_id, to_write)
             try:
                 await self._model.stager.verify(lease, digests)
                 target.check()
@@ -134,13 +138,14 @@ class EngineApplier:
         digests: StagedDigests,
         timeout_s: float,
         apply_id: str,
+        to_write: bool,  # noqa: FBT001 - passed on, in order
     ) -> PreparedVersion:
         try:
             return await session.prepare(
                 lease,
                 compare_live=False,
                 timeout_s=timeout_s,
-                patch=True,
+                patch=to_write,
                 prefetched=self.supervisor.prefetcher.name_of(lease.record),
                 apply_id=apply_id or self.supervisor.apply_id,
                 digests=digests,

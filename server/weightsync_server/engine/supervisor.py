@@ -188,7 +188,7 @@ class EngineSupervisor:
 
     def status(self) -> pb.EngineStatus:
         """Return what GetStatus shows of the engine."""
-        status = self._condition.status(self._session and self._session.live, self.loads)
+        status = self._condition.status(self._session.live if self._session else None, self.loads)
         status.name, status.apply_id = self.name, self.apply_id
         replies.show_served(status, self.served, self._model.table, self.loads)
         return status

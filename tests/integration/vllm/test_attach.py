@@ -204,3 +204,22 @@ def test_a_model_of_transformers_computes_with_the_engine_s_memory(site: _Site) 
             assert torch.equal(pulled.torch(), trained[pulled.name]), pulled.name
         client.rollback()
         assert site.vllm.complete(_PROMPT) == before
+
+
+def test_a_trainer_has_its_own_tensors_served(site: _Site) -> None:
+    """Every rank gets its parts, in its dtype; what is pushed are the trainer's own."""
+    with site.client() as client, client.attach() as attached:
+        before = site.vllm.complete(_PROMPT)
+        tensors = _content(site.second)
+        done = attached.update(tensors, background=True)
+        assert 0 < done.paused_s
+        after = site.vllm.complete(_PROMPT)
+        assert after != before
+        report = done.result()
+        assert report is not None
+        for pulled in client.tensors(report.version):
+            assert torch.equal(pulled.torch(), tensors[pulled.name]), pulled.name
+        client.apply(report.version)
+        assert site.vllm.complete(_PROMPT) == after
+        client.rollback()
+        assert site.vllm.complete(_PROMPT) == before
