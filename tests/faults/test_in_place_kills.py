@@ -13,12 +13,15 @@ import torch
 
 from tests.support.memory_bridge import memory_bridge
 from tests.support.weightsync_server import WeightSyncServer
+from weightsync.errors import Reason
 from weightsync.testing import MemoryEngine
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client import Client, ClientError
+from weightsync_client import Client, ClientError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from weightsync_client.attach import Attached
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -120,3 +123,63 @@ def test_a_server_that_is_killed_while_it_is_written(site: _Site) -> None:
     assert site.recover() == 1
     for content in site.contents:
         assert torch.equal(content, _weight(1))
+
+
+def _add(attached: Attached, meanwhile: Callable[[], object] = int) -> None:
+    with attached.transaction():
+        for box in attached.boxes["weight"]:
+            box.view.add_(10)
+        meanwhile()
+
+
+@pytest.mark.parametrize("phase", ["open", "live", "pushed"])
+def test_an_engine_that_restarts_serves_one_whole_version(site: _Site, phase: str) -> None:
+    checkpoint = {"weight": _weight(1).numpy().tobytes()}
+    with Client(site.server.address) as client, client.attach() as attached:
+        push = attached._writing.push
+
+        def restart() -> None:
+            site.engine.restart(checkpoint)
+
+        def pushed(*content: Any, **options: Any) -> object:
+            if phase == "live":
+                restart()
+            result = push(*content, **options)
+            if phase == "pushed":
+                restart()
+            return result
+
+        object.__setattr__(attached._writing, "push", pushed)
+        with pytest.raises(ClientError):
+            _add(attached, restart if phase == "open" else int)
+        live = site.server.wait_serving().live_version
+        with pytest.raises(UnavailableError, match="attach again"):
+            attached.check()
+    assert site.recover() == live
+    for content in site.contents:
+        assert torch.equal(content, _weight(1 if live == 1 else 11))
+
+
+@pytest.mark.parametrize(
+    ("word", "live"), [("_unprove", False), ("_digest", False), ("_verify", True)]
+)
+def test_a_rank_that_fails_at_a_step_is_put_back(site: _Site, word: str, *, live: bool) -> None:
+    failing = site.engine.ranks[1]
+
+    def fail(_: object) -> None:
+        delattr(failing, word)
+        raise OSError("as if the rank had no memory")
+
+    with Client(site.server.address) as client, client.attach() as attached:
+        setattr(failing, word, fail)
+        with pytest.raises(ClientError) as caught:
+            _add(attached)
+        assert caught.value.reason is Reason.APPLY_RESTORED
+        assert "rank 0/0/1" in caught.value.message
+        spent = [one.version for one in client.versions()]
+        assert spent == ([2, 1] if live else [1])
+        attached.check()
+        _add(attached)
+    assert site.recover() == (2 if word == "_unprove" else 3)
+    for content in site.contents:
+        assert torch.equal(content, _weight(11))
