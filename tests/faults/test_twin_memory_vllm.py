@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.alone,
+    # A minute and a half; `make test` has the loader of a vLLM that stays awake.
+    pytest.mark.battery,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("whole"),
 ]

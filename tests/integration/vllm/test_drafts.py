@@ -139,7 +139,7 @@ class DraftedSite:
 @pytest.fixture(
     scope="module",
     params=[
-        ("eagle", 1),
+        pytest.param(("eagle", 1), marks=pytest.mark.battery),
         ("mtp", 1),
         pytest.param(("packed", 1), marks=pytest.mark.battery),
         pytest.param(("eagle", 2), marks=pytest.mark.battery),
