@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,7 @@ from tests.support.scraped import scraped
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync_client import Client, ClientError, InvalidError
-from weightsync_client.attach.in_place import InPlaceTransaction
+from weightsync_client.attach.transaction_call import TransactionCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -382,6 +384,81 @@ def test_an_update_is_all_that_the_engine_has(
     assert site.recover() == 1
 
 
+_PROCESS = """
+import os, sys
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from weightsync_client import Client, ClientError
+distributed.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+whole = {"w": torch.arange(32.0).reshape(8, 4) + 5, "b": torch.zeros(3) + 5}
+tensors = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole.items()}
+if sys.argv[2] == "replica":
+    tensors["b"] = distribute_tensor(whole["b"], mesh, [Replicate()])
+if sys.argv[2] == "missing" and distributed.get_rank() == 1:
+    del tensors["b"]
+with Client(sys.argv[1]).attach() as attached:
+    if sys.argv[2] == "fails" and distributed.get_rank() == 1:
+        attached.settle = lambda: 1 / 0
+    try:
+        done = attached.update(tensors)
+    except (ClientError, ZeroDivisionError) as error:
+        print(type(error).__name__, error)
+    else:
+        print("version", done.report.version, attached.version)
+    if sys.argv[2] == "fails":
+        attached.__class__.settle(attached)
+        os._exit(0)
+"""
+
+
+def _joint(site: _Site, how: str) -> list[str]:
+    """Return what two processes print that have parts of tensors served."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROCESS, site.address, how],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **common, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    return [process.communicate(timeout=90)[0].strip() for process in processes]
+
+
+@pytest.mark.parametrize("how", ["shards", "replica"])
+def test_processes_that_have_parts_have_them_served_together(site: _Site, how: str) -> None:
+    assert _joint(site, how) == ["version 2 2"] * 2
+    with site.client() as client, site.attached() as attached:
+        for name, first in _tensors(1).items():
+            assert torch.equal(attached.read(name), first + 4)
+        content = {tensor.name: tensor.torch() for tensor in client.tensors(2)}
+        for name, first in _tensors(1).items():
+            assert torch.equal(content[name], first + 4)
+    assert site.recover() == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("missing", "1 tensors are missing, unknown to the engine or of another shape (b)"),
+        ("fails", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_fails_in_one_process_fails_in_all(site: _Site, how: str, why: str) -> None:
+    first, second = _joint(site, how)
+    assert f"process 1 of 2: {why}" in first
+    assert why.rsplit(": ", 1)[-1] in second
+    with site.attached() as attached:
+        assert torch.equal(attached.read("w"), _tensors(1)["w"])
+    assert site.recover() == 1
+
+
 def _write_b(attached: Attached, rank: int) -> None:
     attached.boxes["b"][rank].view[1] = -1
 
@@ -449,7 +526,7 @@ def test_a_trainer_that_is_silent_once_it_is_live_loses_its_lease(site: _Site) -
 @contextlib.contextmanager
 def _unrenewed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InPlaceTransaction, "renew", lambda _: None)
+        patch.setattr(TransactionCall, "renew", lambda _: None)
         yield
 
 
@@ -472,7 +549,6 @@ def stop(*_, **__):
 if sys.argv[3] == "live":
     object.__setattr__(attached._writing, "push", stop)
 with attached.transaction(lease_s=float(sys.argv[2])) as transaction:
-    transaction.renew = print
     for box in attached.boxes["w"]:
         box.view.fill_(-1)
     if sys.argv[3] == "open":

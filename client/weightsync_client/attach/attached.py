@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack
 
@@ -12,11 +12,14 @@ import torch
 
 from weightsync.errors import Reason
 from weightsync.shm.attach_client import AttachClient
-from weightsync_client.attach.in_place import InPlaceTransaction, Writing
+from weightsync_client.attach.in_place import InPlaceTransaction
+from weightsync_client.attach.joint_update import update_together
 from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
+from weightsync_client.attach.transaction_call import Writing
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
+from weightsync_client.source.sharded_tensors import is_sharded
 
 __all__ = ["Attached", "AttachedBox", "attach"]
 
@@ -126,9 +129,22 @@ class Attached(Mapping[str, torch.Tensor]):
                 Reason.REQUEST_INVALID,
                 f"{name} has shape {list(self._shapes[name])}, not {list(tensor.shape)}",
             )
+        self.write_box(name, (0,) * tensor.ndim, tensor)
+
+    def write_box(self, name: str, offsets: Sequence[int], tensor: torch.Tensor) -> None:
+        """Put a box of a tensor into every place where a part of it lies, on every rank.
+
+        Args:
+            name: Of the tensor.
+            offsets: Where the box begins in it, elements.
+            tensor: The box.
+        """
         with torch.no_grad():
             for part in self.boxes[name]:
-                part.view.copy_(_part(tensor, part))
+                here = overlap(part.offsets, part.view.shape, offsets, tensor.shape)
+                there = overlap(offsets, tensor.shape, part.offsets, part.view.shape)
+                if here is not None and there is not None:
+                    part.view[here].copy_(tensor[there])
 
     def transaction(
         self, *, lease_s: float = 60.0, background: bool = False, **pause: Unpack[PauseChoices]
@@ -153,7 +169,7 @@ class Attached(Mapping[str, torch.Tensor]):
 
     def update(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Any],
         *,
         lease_s: float = 60.0,
         background: bool = False,
@@ -167,10 +183,13 @@ class Attached(Mapping[str, torch.Tensor]):
         the version before is served again. They must not change until this returns, with
         `background` until `result` does.
 
+        Where one of them is a DTensor or a `ShardedTensor`, every process of torch.distributed
+        calls this, each attached, with the parts that it has. What fails in one fails in all.
+
         Args:
             tensors: All of `boxes`, in these shapes; any dtype and device.
             lease_s: As of `transaction`.
-            background: As of `transaction`.
+            background: As of `transaction`; not of several processes.
             **pause: As of `transaction`.
 
         Raises:
@@ -179,8 +198,17 @@ class Attached(Mapping[str, torch.Tensor]):
             TypeError: There is no such option.
         """
         check_options("update", pause, PauseChoices)
-        self._check_complete(tensors)
-        with self._begun(lease_s, pause, background=background, source=tensors) as transaction:
+        transaction = self._begun(lease_s, pause, background=background, source=tensors)
+        if any(map(is_sharded, tensors.values())):
+            if background:
+                raise refuse(
+                    Reason.REQUEST_INVALID,
+                    "several processes push together, in the foreground; leave background out",
+                )
+            update_together(self, transaction, tensors, self._writing.push)
+            return transaction
+        self.check_complete({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        with transaction:
             for name, tensor in tensors.items():
                 self.write(name, tensor)
         return transaction
@@ -191,7 +219,7 @@ class Attached(Mapping[str, torch.Tensor]):
         pause: PauseChoices,
         *,
         background: bool,
-        source: Mapping[str, torch.Tensor] | None = None,
+        source: Mapping[str, Any] | None = None,
     ) -> InPlaceTransaction:
         self._transaction = InPlaceTransaction(
             self._writing,
@@ -204,8 +232,12 @@ class Attached(Mapping[str, torch.Tensor]):
         )
         return self._transaction
 
-    def _check_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    def check_complete(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Accept the shapes of all tensors, by name.
+
+        Raises:
+            ClientError: Naming what is missing, unknown or of another shape.
+        """
         wrong = [
             name
             for name in self._shapes.keys() | shapes
@@ -306,6 +338,26 @@ def attach(engine: str, socket: str, secret: str, writing: Writing) -> Attached:
 def _part(whole: torch.Tensor, part: AttachedBox) -> torch.Tensor:
     spans = zip(part.offsets, part.view.shape, strict=True)
     return whole[tuple(slice(begin, begin + length) for begin, length in spans)]
+
+
+def overlap(
+    offsets: Sequence[int], lengths: Sequence[int], others: Sequence[int], sizes: Sequence[int]
+) -> tuple[slice, ...] | None:
+    """Return which part of a box lies in another one; None: none does.
+
+    Args:
+        offsets: Where the box begins, elements.
+        lengths: How far it goes.
+        others: Where the other one begins.
+        sizes: How far that goes.
+    """
+    both = []
+    for offset, length, other, size in zip(offsets, lengths, others, sizes, strict=True):
+        begin, end = max(offset, other), min(offset + length, other + size)
+        if begin >= end:
+            return None
+        both.append(slice(begin - offset, end - offset))
+    return tuple(both)
 
 
 def _gone(error: OSError) -> UnavailableError:

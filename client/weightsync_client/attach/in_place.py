@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-import grpc
-
-from weightsync.errors import Reason
-from weightsync.v1 import attach_pb2 as pb
-from weightsync.v1 import attach_pb2_grpc
-from weightsync_client.errors import ClientError, from_rpc, refuse
-from weightsync_client.rpc import calls, convert
+from weightsync_client.attach.transaction_call import TransactionCall
+from weightsync_client.rpc import calls
 
 if TYPE_CHECKING:
     import torch
 
     from weightsync_client import types
+    from weightsync_client.attach.transaction_call import Writing
     from weightsync_client.options import PauseChoices
-    from weightsync_client.rpc.channels import Link
 
-__all__ = ["InPlaceTransaction", "Writing"]
+__all__ = ["InPlaceTransaction"]
 
 
 class Writable(Protocol):
@@ -48,28 +39,6 @@ class Writable(Protocol):
         """Wait until whatever is queued on GPUs is done."""
 
 
-@dataclass(frozen=True)
-class Writing:
-    """How a client begins transactions.
-
-    Attributes:
-        model: Name of the model.
-        link: To the server.
-        channel: Its channel.
-        push: As `Client.push`.
-    """
-
-    model: str
-    link: Link
-    channel: grpc.Channel
-    push: Callable[..., object]
-
-    def open(self, steps: Iterator[pb.WriteInPlaceRequest]) -> Any:
-        """Open WriteInPlace with these messages."""
-        stub = attach_pb2_grpc.AttachServiceStub(self.channel)
-        return stub.WriteInPlace(steps, metadata=self.link.metadata)
-
-
 class InPlaceTransaction:
     """Between `with` and its end the engine stands still, and what is live may be written.
 
@@ -88,8 +57,6 @@ class InPlaceTransaction:
         source: What is written, and pushed then; None: what is live by then.
 
     Attributes:
-        id: Names it, in the server's log and status; "": it has not begun.
-        paused_s: How long nothing was generated, seconds, once the engine goes on.
         report: As of an apply, once it has ended well.
     """
 
@@ -102,18 +69,24 @@ class InPlaceTransaction:
         *,
         background: bool = False,
         before: InPlaceTransaction | None = None,
-        source: Mapping[str, torch.Tensor] | None = None,
+        source: Mapping[str, object] | None = None,
     ) -> None:
-        version = attached.version
-        self._begin = calls.begin_in_place(writing.model, attached.engine, version, lease_s, pause)
-        self._writing, self._attached, self._lease_s = writing, attached, lease_s
-        self._steps: queue.SimpleQueue[pb.WriteInPlaceRequest | None] = queue.SimpleQueue()
-        self._call: Any = None
-        self._background, self._before, self._source = background, before, source
+        begin = calls.begin_in_place(writing.model, attached.engine, 0, lease_s, pause)
+        self.call = TransactionCall(writing, begin)
+        self._push, self._attached, self._source = writing.push, attached, source
+        self._background, self._before = background, before
         self._following: Future[None] | None = None
-        self.id = ""
-        self.paused_s = 0.0
         self.report: types.ApplyReport | None = None
+
+    @property
+    def id(self) -> str:
+        """Names it, in the server's log and status; "": it has not begun."""
+        return self.call.id
+
+    @property
+    def paused_s(self) -> float:
+        """How long nothing was generated, seconds, once the engine goes on."""
+        return self.call.paused_s
 
     def __enter__(self) -> Self:
         """Have the engine stand still, once the transaction before this one has ended.
@@ -121,24 +94,19 @@ class InPlaceTransaction:
         Raises:
             ClientError: Nothing was paused, with the reason; or that one did not count.
         """
-        if self._call is not None:
-            raise refuse(Reason.REQUEST_INVALID, "this transaction was used; make a new one")
+        self.begin()
+        return self
+
+    def begin(self) -> str:
+        """Have the engine stand still; return the id."""
         before, self._before = self._before, None
         if before is not None:
             before.result()
-        self._begin.base_version = self._attached.version
-        self._steps.put(pb.WriteInPlaceRequest(begin=self._begin))
-        self._call = self._writing.open(iter(self._steps.get, None))
-        try:
-            self.id = self._answer().begun.transaction_id
-        except BaseException:
-            self._end()
-            raise
-        return self
+        return self.call.begin(self._attached.version)
 
     def renew(self) -> None:
         """Say that this trainer is at work still: it has its whole lease again."""
-        self._steps.put(pb.WriteInPlaceRequest(renew=pb.RenewInPlace()))
+        self.call.renew()
 
     def __exit__(
         self,
@@ -154,15 +122,14 @@ class InPlaceTransaction:
         try:
             # Kernels that are queued still would write what is put back, or digested.
             self._attached.settle()
-            if error is not None:
-                self._take_back()
-            version = 0 if error is not None else self._go_live()
         except BaseException:
-            self._end()
+            self.call.abort()
             raise
-        if not version:
-            self._end()
-        elif self._background:
+        if error is not None:
+            self.call.abort()
+            return
+        version = self.call.commit()
+        if self._background:
             pool = ThreadPoolExecutor(1, thread_name_prefix="in place")
             self._following = pool.submit(self._follow, version)
             pool.shutdown(wait=False)
@@ -179,75 +146,29 @@ class InPlaceTransaction:
             self._following.result()
         return self.report
 
-    def _go_live(self) -> int:
-        self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace()))
-        live = self._answer().live
-        self.paused_s = live.paused.ToNanoseconds() / 1e9
-        return live.version
-
     def _follow(self, version: int) -> None:
         """Push what is live, and wait until every rank is proved to hold that."""
-        try:
-            self._push(version)
-            self._steps.put(pb.WriteInPlaceRequest(copied=pb.CopiedInPlace()))
-            self.report = convert.to_report(self._answer().committed.report)
-            self._attached.version = self.report.version
-            self._attached.content_digest = self.report.content_digest
-        finally:
-            self._end()
+        with self.call.renewed():
+            # A copy of the model, for deltas of later ones, would take a trainer's memory.
+            options = {"version": version, "idempotency_key": self.id, "delta": "never"}
+            self._push(self._content(), **options)
+        self.finish()
 
-    def _push(self, version: int) -> None:
-        try:
-            with self._renewed():
-                # A copy of the model, for deltas of later ones, would take a trainer's memory.
-                options = {"version": version, "idempotency_key": self.id, "delta": "never"}
-                self._writing.push(self._content(), **options)
-        except BaseException:
-            self._take_back()
-            raise
+    def finish(self) -> types.ApplyReport:
+        """Return when every rank is proved to hold what was pushed."""
+        report = self.call.finish()
+        self.note(report)
+        return report
 
-    def _content(self) -> dict[str, torch.Tensor]:
+    def note(self, report: types.ApplyReport) -> None:
+        """Take note of how it has ended."""
+        self.report = report
+        self._attached.version = report.version
+        self._attached.content_digest = report.content_digest
+
+    def _content(self) -> dict[str, object]:
         """Return every tensor whole; a view where it lies so."""
         if self._source is not None:
             return dict(self._source)
         whole = self._attached
         return {name: whole[name] if name in whole else whole.read(name) for name in whole.boxes}
-
-    def _take_back(self) -> None:
-        self._steps.put(pb.WriteInPlaceRequest(abort=pb.AbortInPlace()))
-        # That it was put back is what was asked for.
-        with contextlib.suppress(ClientError):
-            self._answer()
-
-    @contextlib.contextmanager
-    def _renewed(self) -> Iterator[None]:
-        """Renew the lease for as long as the block lasts."""
-        over = threading.Event()
-
-        def renew() -> None:
-            while not over.wait(self._lease_s / 3):
-                self.renew()
-
-        thread = threading.Thread(target=renew, name="in place lease", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def _answer(self) -> pb.WriteInPlaceResponse:
-        try:
-            answer: pb.WriteInPlaceResponse = next(self._call)
-        except grpc.RpcError as error:
-            raise from_rpc(
-                error, method="WriteInPlace", address=self._writing.link.address
-            ) from None
-        except StopIteration:
-            raise refuse(Reason.FAULT, "the server has ended the transaction unasked") from None
-        return answer
-
-    def _end(self) -> None:
-        self._steps.put(None)
-        if self._call is not None:
-            self._call.cancel()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["BoxSource", "ShardedTensor", "box_source", "is_sharded"]
+__all__ = ["BoxSource", "ShardedTensor", "box_source", "is_sharded", "local_parts"]
 
 
 class ShardedTensor(NamedTuple):
@@ -72,10 +72,8 @@ def box_source(name: str, value: object, writer: int) -> BoxSource:
     Raises:
         InvalidError: It cannot be pushed so.
     """
-    if isinstance(value, ShardedTensor):
-        return _described(name, value)
-    if _is_dtensor(value):
-        return _of_dtensor(name, value)
+    if isinstance(value, ShardedTensor) or _is_dtensor(value):
+        return _described(name, local_parts(name, value))
     tensor = wrap(name, value)
     whole = _whole(name, tensor.dtype, tensor.shape)
     box = Box((0,) * len(tensor.shape), tensor.shape)
@@ -122,7 +120,14 @@ def _described(name: str, value: ShardedTensor) -> BoxSource:
     return BoxSource(_whole(name, value.dtype, value.shape), tuple(boxes), value.replica)
 
 
-def _of_dtensor(name: str, value: DTensor) -> BoxSource:
+def local_parts(name: str, value: ShardedTensor | DTensor) -> ShardedTensor:
+    """Return what this process holds of a tensor.
+
+    Raises:
+        InvalidError: It cannot be pushed so.
+    """
+    if isinstance(value, ShardedTensor):
+        return value
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     placements, mesh = value.placements, value.device_mesh
@@ -138,11 +143,11 @@ def _of_dtensor(name: str, value: DTensor) -> BoxSource:
             Reason.REQUEST_INVALID,
             f"tensor {name!r} holds elements of half a byte; push its full_tensor()",
         )
-    whole = _whole(name, dtype, value.shape)
+    whole = tuple(value.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         # This process is not in the mesh of the tensor.
-        return BoxSource(whole, (), replica=False)
+        return ShardedTensor(whole, dtype)
     local, place = value.to_local(), tuple(coordinate)
     replica = _sender(mesh, tuple(placements), place) != int(mesh.mesh[place])
     if is_strided(placements):
@@ -154,7 +159,7 @@ def _of_dtensor(name: str, value: DTensor) -> BoxSource:
                 f"tensor {name!r} has the local shape {list(local.shape)}, which is not what its "
                 f"placements ({placements}) leave of it; push its full_tensor()",
             )
-        return _described(name, ShardedTensor(tuple(value.shape), dtype, parts, replica=replica))
+        return ShardedTensor(whole, dtype, parts, replica=replica)
     shape, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
     if tuple(local.shape) != tuple(shape):
         raise refuse(
@@ -163,9 +168,8 @@ def _of_dtensor(name: str, value: DTensor) -> BoxSource:
             f"{list(shape)}; push its full_tensor()",
         )
     if not local.numel():
-        return BoxSource(whole, (), replica=False)
-    box = Box(tuple(offsets), tuple(shape))
-    return BoxSource(whole, (_local(name, box, wrap(name, local)),), replica)
+        return ShardedTensor(whole, dtype)
+    return ShardedTensor(whole, dtype, [(tuple(offsets), local)], replica=replica)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,162 @@
+"""One transaction of several trainer processes, each of which has parts of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch import distributed
+
+from weightsync.errors import Reason
+from weightsync_client.errors import ClientError, refuse
+from weightsync_client.source.sharded_tensors import ShardedTensor, is_sharded, local_parts
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightsync_client.attach.in_place import InPlaceTransaction
+
+__all__ = ["update_together"]
+
+T = TypeVar("T")
+
+
+class Target(Protocol):
+    """Live parameters of an engine; see `Attached`."""
+
+    def check_complete(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Accept the shapes of all tensors, by name."""
+
+    def write_box(self, name: str, offsets: Sequence[int], tensor: torch.Tensor) -> None:
+        """Put a box of a tensor into every place where a part of it lies, on every rank."""
+
+    def settle(self) -> None:
+        """Wait until whatever is queued on GPUs is done."""
+
+
+def update_together(
+    target: Target,
+    transaction: InPlaceTransaction,
+    tensors: Mapping[str, Any],
+    push: Callable[..., object],
+) -> None:
+    """Have the engine serve the tensors of which every process has parts; see `Attached.update`.
+
+    Args:
+        target: What is written.
+        transaction: Of the first process; those of the others are never begun.
+        tensors: What this process has.
+        push: As `Client.push`.
+
+    Raises:
+        ClientError: The same in all processes.
+    """
+    processes = Processes()
+    with processes.together():
+        parts = {name: _part(name, value, processes.number) for name, value in tensors.items()}
+        target.check_complete({name: part.shape for name, part in parts.items()})
+    key = processes.led(transaction.begin)
+    try:
+        # Nobody renews the lease: one that hangs would keep the engine standing.
+        with processes.together():
+            for name, part in parts.items():
+                for offsets, box in () if part.replica else part.boxes:
+                    target.write_box(name, offsets, box)
+            target.settle()
+    except BaseException:
+        if processes.leads:
+            transaction.call.abort()
+        raise
+    version = processes.led(transaction.call.commit)
+    renewed = transaction.call.renewed() if processes.leads else nullcontext()
+    with renewed, processes.together():
+        push(
+            tensors,
+            version=version,
+            idempotency_key=key,
+            writers=processes.count,
+            writer=processes.number,
+            delta="never",
+        )
+    transaction.note(processes.led(transaction.finish))
+
+
+def _part(name: str, value: Any, number: int) -> ShardedTensor:
+    if is_sharded(value):
+        return local_parts(name, value)
+    # All processes have it whole.
+    whole = [((0,) * value.ndim, value)]
+    return ShardedTensor(tuple(value.shape), "", whole, replica=number > 0)
+
+
+class Processes:
+    """The processes of torch.distributed, which all do the same; the first one leads.
+
+    What fails in one of them fails in all.
+
+    Attributes:
+        count: How many there are.
+        number: Which of them this is.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.number = 1, 0
+        if distributed.is_available() and distributed.is_initialized():
+            self.count, self.number = distributed.get_world_size(), distributed.get_rank()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first one."""
+        return self.number == 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Leave the block when all processes have; raise what failed in any of them.
+
+        Raises:
+            ClientError: Of the first process that has one.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001 - all processes are told, then it is raised
+            error = raised
+        errors: list[tuple[Reason, str] | None] = [None] * self.count
+        distributed.all_gather_object(errors, _facts(error))
+        if error is not None:
+            raise error
+        for number, other in enumerate(errors):
+            if other is not None:
+                reason, message = other
+                raise refuse(reason, f"process {number} of {self.count}: {message}")
+
+    def led(self, work: Callable[[], T]) -> T:
+        """Return in every process what a piece of work of the first one returns.
+
+        Raises:
+            ClientError: It failed.
+        """
+        answer: list[Any] = [None, None]
+        error: BaseException | None = None
+        if self.leads:
+            try:
+                answer[0] = work()
+            except Exception as raised:  # noqa: BLE001 - all processes are told, then it is raised
+                error, answer[1] = raised, _facts(raised)
+        distributed.broadcast_object_list(answer, src=0)
+        if error is not None:
+            raise error
+        if answer[1] is not None:
+            reason, message = answer[1]
+            raise refuse(reason, message)
+        result: T = answer[0]
+        return result
+
+
+def _facts(error: BaseException | None) -> tuple[Reason, str] | None:
+    if error is None:
+        return None
+    if isinstance(error, ClientError):
+        return error.reason, error.message
+    return Reason.FAULT, f"{type(error).__name__}: {error}"

@@ -1,0 +1,158 @@
+"""One call of WriteInPlace: what a trainer says, and what it is answered."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from weightsync.errors import Reason
+from weightsync.v1 import attach_pb2 as pb
+from weightsync.v1 import attach_pb2_grpc
+from weightsync_client.errors import ClientError, from_rpc, refuse
+from weightsync_client.rpc import convert
+
+if TYPE_CHECKING:
+    from weightsync_client import types
+    from weightsync_client.rpc.channels import Link
+
+__all__ = ["TransactionCall", "Writing"]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a client begins transactions.
+
+    Attributes:
+        model: Name of the model.
+        link: To the server.
+        channel: Its channel.
+        push: As `Client.push`.
+    """
+
+    model: str
+    link: Link
+    channel: grpc.Channel
+    push: Callable[..., object]
+
+    def open(self, steps: Iterator[pb.WriteInPlaceRequest]) -> Any:
+        """Open WriteInPlace with these messages."""
+        stub = attach_pb2_grpc.AttachServiceStub(self.channel)
+        return stub.WriteInPlace(steps, metadata=self.link.metadata)
+
+
+class TransactionCall:
+    """A transaction as the server has it. Whatever fails ends it.
+
+    Args:
+        writing: How it is begun.
+        begin: With what.
+
+    Attributes:
+        id: Names it; "": it has not begun.
+        paused_s: How long nothing was generated, seconds, once the engine goes on.
+    """
+
+    def __init__(self, writing: Writing, begin: pb.BeginInPlace) -> None:
+        self._writing, self._begin = writing, begin
+        self._steps: queue.SimpleQueue[pb.WriteInPlaceRequest | None] = queue.SimpleQueue()
+        self._call: Any = None
+        self.id = ""
+        self.paused_s = 0.0
+
+    def begin(self, base_version: int) -> str:
+        """Have the engine stand still; return the id.
+
+        Args:
+            base_version: What was computed on.
+
+        Raises:
+            ClientError: Nothing was paused.
+        """
+        if self._call is not None:
+            raise refuse(Reason.REQUEST_INVALID, "this transaction was used; make a new one")
+        self._begin.base_version = base_version
+        self._steps.put(pb.WriteInPlaceRequest(begin=self._begin))
+        self._call = self._writing.open(iter(self._steps.get, None))
+        self.id = self._answer().begun.transaction_id
+        return self.id
+
+    def renew(self) -> None:
+        """Say that this trainer is at work still."""
+        self._steps.put(pb.WriteInPlaceRequest(renew=pb.RenewInPlace()))
+
+    @contextlib.contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Renew the lease for as long as the block lasts; take all back if it fails."""
+        over = threading.Event()
+        lease_s = self._begin.lease.ToNanoseconds() / 1e9
+
+        def renew() -> None:
+            while not over.wait(lease_s / 3):
+                self.renew()
+
+        thread = threading.Thread(target=renew, name="in place lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            over.set()
+            thread.join()
+
+    def commit(self) -> int:
+        """Have the engine generate on what was written; return its version.
+
+        Raises:
+            ClientError: APPLY_RESTORED, ENGINE_FENCED.
+        """
+        self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace()))
+        live = self._answer().live
+        self.paused_s = live.paused.ToNanoseconds() / 1e9
+        return live.version
+
+    def finish(self) -> types.ApplyReport:
+        """Return when every rank is proved to hold what was pushed.
+
+        Raises:
+            ClientError: APPLY_RESTORED, ENGINE_FENCED.
+        """
+        self._steps.put(pb.WriteInPlaceRequest(copied=pb.CopiedInPlace()))
+        report = convert.to_report(self._answer().committed.report)
+        self._end()
+        return report
+
+    def abort(self) -> None:
+        """Take all back, and return when the version before is served."""
+        self._steps.put(pb.WriteInPlaceRequest(abort=pb.AbortInPlace()))
+        # That it was put back is what was asked for.
+        with contextlib.suppress(ClientError):
+            self._answer()
+        self._end()
+
+    def _answer(self) -> pb.WriteInPlaceResponse:
+        try:
+            answer: pb.WriteInPlaceResponse = next(self._call)
+        except grpc.RpcError as error:
+            self._end()
+            raise from_rpc(
+                error, method="WriteInPlace", address=self._writing.link.address
+            ) from None
+        except StopIteration:
+            self._end()
+            raise refuse(Reason.FAULT, "the server has ended the transaction unasked") from None
+        except BaseException:
+            self._end()
+            raise
+        return answer
+
+    def _end(self) -> None:
+        self._steps.put(None)
+        self._call.cancel()
