@@ -2591,8 +2591,8 @@ class DeleteVersionRequest(_message.Message):
     version: _builtins.int
     """The version."""
     force: _builtins.bool
-    """True: also the version that Rollback would go back to, which is refused otherwise:
-    FAILED_PRECONDITION, VERSION_IN_USE.
+    """True: also the version that Rollback would go back to, and one that members of the fleet serve,
+    go to or would go back to, which are refused otherwise: FAILED_PRECONDITION, VERSION_IN_USE.
     """
     def __init__(
         self,

@@ -152,7 +152,11 @@ def delete(
     version: Version,
     *,
     force: Annotated[
-        bool, typer.Option("--force", help="Also the version that a rollback would go back to.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Also the version that a rollback would go back to, and what the fleet needs.",
+        ),
     ] = False,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,

@@ -77,12 +77,31 @@ class GarbageCollector:
 
         Args:
             version: The version.
-            force: The way back of a rollback may go.
+            force: The way back of a rollback may go, and what other servers need.
 
         Raises:
             WeightSyncError: VERSION_UNKNOWN, VERSION_IN_USE; EPOCH_STALE: of the servers that
                 share the store, another one may.
         """
+        if not force:
+            await self._refuse_needed(self._table.get(version))
+        await self._delete(version, force=force)
+
+    async def _refuse_needed(self, record: VersionRecord) -> None:
+        try:
+            needed = record.content_digest in await self.needed_elsewhere()
+            why = "a member of the fleet serves it, goes to it or would go back to it"
+        except WeightSyncError as error:
+            needed, why = True, f"whether the fleet needs it is not known now: {error.message}"
+        if needed:
+            raise WeightSyncError(
+                Reason.VERSION_IN_USE,
+                f"version {record.version} of model {record.model} stays: {why}; delete it with "
+                "force if it may go",
+                metadata={"version": str(record.version)},
+            )
+
+    async def _delete(self, version: int, *, force: bool = False) -> None:
         record = self._table.get(version)
         need = self.need(record)
         if not need and not force and version in self._serving.ways_back:
@@ -158,7 +177,7 @@ class GarbageCollector:
 
     async def _delete_surplus(self, version: int) -> None:
         try:
-            await self.delete(version)
+            await self._delete(version)
         except WeightSyncError as error:
             if error.reason is not Reason.VERSION_IN_USE:
                 raise

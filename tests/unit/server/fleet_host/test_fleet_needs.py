@@ -11,7 +11,7 @@ import pytest
 from tests.support.fleet_tasks import Fleet, in_format
 from tests.unit.server.deltas.pushing import until
 from tests.unit.server.world import World, content, real_fetchers, simple, world
-from weightsync.errors import WeightSyncError
+from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.fleet.fleet_keys import APPLIES, member_key
 from weightsync_server.fleet.fleet_plan import FleetVersion, Kind
@@ -152,3 +152,23 @@ async def test_a_pin_of_another_server_is_seen_before_it_counts(
         await push(here, 3, 4)
         assert kept(here) == [1, 4]
         await until(lambda: here.model.table.get(1).pinned)
+
+
+async def test_what_members_need_is_deleted_by_force_alone(fleet: Fleet, tmp_path: Path) -> None:
+    await fleet.start("a")
+    async with collecting(fleet, tmp_path / "o") as here:
+        await push(here, 1, 2)
+        await fleet.coordinator().apply(version(1), Kind.BARRIER)
+        delete = here.model.collector.delete
+        with pytest.raises(WeightSyncError, match=r"version 1 .*a member of the fleet") as caught:
+            await delete(1)
+        assert caught.value.reason is Reason.VERSION_IN_USE
+        folder, away = tmp_path / "fleet" / "register", tmp_path / "away"
+        await asyncio.to_thread(folder.rename, away)
+        with pytest.raises(WeightSyncError, match="not known now") as caught:
+            await delete(2)
+        assert caught.value.reason is Reason.VERSION_IN_USE
+        await asyncio.to_thread(away.rename, folder)
+        await delete(1, force=True)
+        await delete(2)
+        assert kept(here) == []
