@@ -52,7 +52,7 @@ def update_together(
     Raises:
         ClientError: The same in all processes.
     """
-    processes = Processes()
+    processes = _TrainerGroup()
     with processes.together():
         parts = {name: _part(name, value, processes.number) for name, value in tensors.items()}
         target.check_complete({name: part.shape for name, part in parts.items()})
@@ -60,10 +60,13 @@ def update_together(
     try:
         # Nobody renews the lease: one that hangs would keep the engine standing.
         with processes.together():
-            for name, part in parts.items():
-                for offsets, box in () if part.replica else part.boxes:
-                    target.write_box(name, offsets, box)
-            target.settle()
+            try:
+                for name, part in parts.items():
+                    for offsets, box in () if part.replica else part.boxes:
+                        target.write_box(name, offsets, box)
+            finally:
+                # Also what is about to be taken back must not be written later.
+                target.settle()
     except BaseException:
         if processes.leads:
             transaction.call.abort()
@@ -90,7 +93,7 @@ def _part(name: str, value: Any, number: int) -> ShardedTensor:
     return ShardedTensor(tuple(value.shape), "", whole, replica=number > 0)
 
 
-class Processes:
+class _TrainerGroup:
     """The processes of torch.distributed, which all do the same; the first one leads.
 
     What fails in one of them fails in all.

@@ -58,7 +58,10 @@ class EngineApplier:
     async def verify(self, session: EngineSession, version: int) -> pb.VerifyVersionResponse:
         """Compare what every rank serves with a version; 0: with what it serves."""
         live = live_version(session)
-        timeout_s = self._host.limits.prepare_timeout_s
+        timeout_s, owed_times = (
+            self._host.limits.prepare_timeout_s,
+            self.supervisor.checks.owed_times,
+        )
         if version in (0, live.record.version):
             seen = await session.ranks.verify(live.apply_id, timeout_s)
             found = dataclasses.replace(live, reports=tuple(seen))
@@ -69,7 +72,7 @@ class EngineApplier:
             await session.hold(live)
         answer = replies.proof(found)
         if found.record is live.record:
-            self.supervisor.checks.judge(live, found.reports)
+            self.supervisor.checks.judge(live, found.reports, owed_times)
         return answer
 
     async def ready(

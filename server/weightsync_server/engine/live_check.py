@@ -63,6 +63,7 @@ class LiveChecks:
     Attributes:
         writers: Who could write the live parameters beside applies, trainers that are attached or
             were a moment ago; and what is said to each when something was written; "": nothing was.
+        owed_times: How often a comparison was asked for: one that had begun by then does not count.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LiveChecks:
         self._on_failure = on_failure
         self._on_end = on_end
         self.writers: dict[object, str] = {}
+        self.owed_times = 0
         self._task: asyncio.Task[None] | None = None
         # What was written and not compared as a whole, and since when; None: nothing.
         self._pending: tuple[PreparedVersion, float] | None = None
@@ -105,6 +107,7 @@ class LiveChecks:
         """Take note that only what was written was compared; `begin` owes the rest."""
         since = self._pending[1] if self._pending else clock.monotonic()
         self._pending = current, since
+        self.owed_times += 1
         self._not_before = 0.0
         self._served.set_live_check(current.record.version, pb.LIVE_CHECK_PENDING)
 
@@ -118,7 +121,8 @@ class LiveChecks:
         except WeightSyncError as error:
             self._put_off(error.message)
             return
-        self._task = asyncio.create_task(self._watch(session, current, ticket), name="live check")
+        watch = self._watch(session, current, ticket, self.owed_times)
+        self._task = asyncio.create_task(watch, name="live check")
         self._task.add_done_callback(lambda _: self._on_end())
 
     async def release_ranks(self) -> None:
@@ -140,7 +144,9 @@ class LiveChecks:
         self.stop()
         self._pending = None
 
-    async def _watch(self, session: EngineSession, current: PreparedVersion, ticket: str) -> None:
+    async def _watch(
+        self, session: EngineSession, current: PreparedVersion, ticket: str, owed_times: int
+    ) -> None:
         try:
             reports = await session.ranks.reports("a comparison", ticket, _LONGEST_S)
         except WeightSyncError as error:
@@ -151,17 +157,23 @@ class LiveChecks:
             self._put_off("; ".join(report.error for report in reports if report.error))
             return
         self._metrics.count_live_check("failed" if False in answers else "passed")
-        self.judge(current, reports)
+        self.judge(current, reports, owed_times)
 
-    def judge(self, current: PreparedVersion, reports: Sequence[Report]) -> None:
+    def judge(self, current: PreparedVersion, reports: Sequence[Report], owed_times: int) -> None:
         """Take note of what ranks found that compared all their parameters with the live version.
 
         Where one differs, `on_failure` is called.
+
+        Args:
+            current: The version.
+            reports: One per rank.
+            owed_times: `owed_times` when they were asked: what was written since may lie where they
+                had looked by then.
         """
         if any(report.proved is False for report in reports):
             names = sorted({name for report in reports for name in report.mismatched})
             self._fail(current.record.version, names)
-        elif all(report.proved for report in reports):
+        elif all(report.proved for report in reports) and owed_times == self.owed_times:
             self.passed(current)
 
     def _fail(self, version: int, names: Sequence[str]) -> None:

@@ -222,6 +222,21 @@ async def test_what_comes_meanwhile_ends_a_comparison_which_is_begun_again(slow:
     assert _checks(slow) == {"passed": 1, "failed": 0, "cancelled": 2}
 
 
+async def test_one_that_had_begun_does_not_settle_what_is_owed_since(slow: Plant) -> None:
+    """Whoever wrote meanwhile may have written where it had looked by then."""
+    checks, engine = slow.keeper.checks, slow.engine
+    await _push_part(slow, 2)
+    await slow.apply(2)
+    await until(lambda: checks.running)
+    pending = checks._pending
+    assert pending is not None
+    checks.owe(pending[0])
+    engine.go.set()  # type: ignore[attr-defined]
+    await _passed(slow, 2)
+    # As it was compared once more.
+    assert _checks(slow) == {"passed": 2, "failed": 0, "cancelled": 0}
+
+
 async def test_a_comparison_that_is_overdue_is_waited_for(
     slow: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
