@@ -146,6 +146,10 @@ demo: setup ## Watch a model learn a sentence while it generates
 demo-fleet: setup ## Watch a fleet take each version together while one of its hosts dies and returns
 	$(PY) -m examples.fleet_demo
 
+.PHONY: demo-train
+demo-train: setup ## Watch a vLLM learn from a request while it answers others, and a fresh one answer the same
+	$(PY) -m examples.train_demo
+
 .PHONY: $(BENCHMARKS:%=bench-%)
 $(BENCHMARKS:%=bench-%): bench-%: setup
 	$(PY) -m benchmarks.$* --json

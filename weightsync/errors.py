@@ -59,6 +59,9 @@ class Reason(enum.StrEnum):
     APPLY_BUSY = enum.auto()
     APPLY_RESTORED = enum.auto()
     FETCHER_FAILED = enum.auto()
+    TRAINER_FAILED = enum.auto()
+    TRAINER_AWAY = enum.auto()
+    JOB_UNKNOWN = enum.auto()
     DEADLINE_EXCEEDED = enum.auto()
     SHUTTING_DOWN = enum.auto()
     SERVER_AWAY = enum.auto()
@@ -276,6 +279,22 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
             "UNAVAILABLE",
             "A process that digests, stores or reads bytes failed more than once.",
             "See the server's log, then try again.",
+        ),
+        Reason.TRAINER_FAILED: Explanation(
+            "FAILED_PRECONDITION",
+            "The class that `--trainer` names raised; the metadata has the end of its traceback, "
+            "and what it had not committed was taken back.",
+            "Correct the request or the class, then send the job again.",
+        ),
+        Reason.TRAINER_AWAY: Explanation(
+            "UNAVAILABLE",
+            "The trainer's process has ended, or cannot be started.",
+            "Look at GetTrainStatus and the server's log, then send the job again.",
+        ),
+        Reason.JOB_UNKNOWN: Explanation(
+            "NOT_FOUND",
+            "No job of this id waits or runs.",
+            "See in GetTrainStatus which do.",
         ),
         Reason.DEADLINE_EXCEEDED: Explanation(
             "DEADLINE_EXCEEDED",

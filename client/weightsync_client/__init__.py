@@ -43,6 +43,14 @@ from weightsync_client.push_reasons import Fallback, Streamed, Way
 from weightsync_client.source.declared import Declared
 from weightsync_client.source.sharded_tensors import ShardedTensor
 from weightsync_client.source.source import PushSource
+from weightsync_client.train_types import (
+    CheckpointResult,
+    TrainerState,
+    TrainEvent,
+    TrainProgress,
+    TrainStatus,
+)
+from weightsync_client.trainer import Progress, Trainer
 from weightsync_client.types import (
     ApplyOutcome,
     ApplyPlan,
@@ -96,6 +104,7 @@ __all__ = [
     "AsyncClient",
     "AsyncPushHandle",
     "CacheMode",
+    "CheckpointResult",
     "Client",
     "ClientError",
     "DataError",
@@ -129,6 +138,7 @@ __all__ = [
     "PauseMode",
     "PauseUsed",
     "Phases",
+    "Progress",
     "PullResult",
     "PulledTensor",
     "PushHandle",
@@ -151,6 +161,11 @@ __all__ = [
     "Streamed",
     "TensorInfo",
     "Timeouts",
+    "TrainEvent",
+    "TrainProgress",
+    "TrainStatus",
+    "Trainer",
+    "TrainerState",
     "Transform",
     "UnavailableError",
     "Verification",

@@ -7,6 +7,7 @@ as in `weightsync_client.client`, off the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import grpc
 
-from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 from weightsync_client import types
 from weightsync_client.access import Access
@@ -39,12 +39,14 @@ from weightsync_client.options import (
 )
 from weightsync_client.pull import PulledTensor
 from weightsync_client.push.handle import PushHandle
-from weightsync_client.rpc import calls, convert, fleet_calls
+from weightsync_client.rpc import calls, fleet_calls
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, call_again_async
+from weightsync_client.rpc.streams import read_stream_async
 from weightsync_client.source.modules import is_module
 from weightsync_client.source.peft_models import has_adapters
 from weightsync_client.source.source import PushSource
+from weightsync_client.train_methods import AsyncTrainMethods
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +89,7 @@ class AsyncPushHandle:
         self._handle.cancel()
 
 
-class AsyncClient:
+class AsyncClient(AsyncTrainMethods):
     """Speaks with one server about one model; belongs to one event loop.
 
     Takes the arguments of `Client`, and its methods do what those of `Client` do.
@@ -119,16 +121,20 @@ class AsyncClient:
         return pb_grpc.WeightSyncStub(self._channel)
 
     async def _send(self, call: calls.Call[T]) -> T:
-        stub = self._stub()
-        if call.stub is not None:
-            stub = call.stub(self._channel)
         try:
-            reply = await getattr(stub, call.method)(
-                call.request, timeout=call.timeout_s, metadata=self._link.metadata
-            )
+            reply = await self._begin(call)
         except grpc.RpcError as error:
             raise from_rpc(error, method=call.method, address=self._link.address) from None
         return call.read(reply)
+
+    def _read(self, call: calls.Call[T]) -> AsyncGenerator[T, None]:
+        """Send a call that is answered by a stream, and read that."""
+        return read_stream_async(self._begin(call), call, self._link.address)
+
+    def _begin(self, call: calls.Call[Any]) -> Any:
+        stub = self._stub()
+        method = getattr(call.stub(self._channel) if call.stub else stub, call.method)
+        return method(call.request, timeout=call.timeout_s, metadata=self._link.metadata)
 
     async def _invoke(self, call: calls.Call[T]) -> T:
         """Send a call; ask again for about a second where the link breaks."""
@@ -278,25 +284,19 @@ class AsyncClient:
 
     async def watch(self) -> AsyncGenerator[types.VersionChange, None]:
         """Yield the present state of every version, then each change; see `Client.watch`."""
-        request = pb.WatchVersionsRequest(model=await self.model())
+        call = calls.watch_versions(await self.model(), self._link.timeouts)
         backoff = Backoff(self._retry)
         while not self._closed:
-            call = self._stub().WatchVersions(
-                request, timeout=self._link.timeouts.watch_s, metadata=self._link.metadata
-            )
             try:
-                async for message in call:
-                    backoff.reset()
-                    yield convert.to_change(message)
-            except grpc.RpcError as rpc_error:
-                error = from_rpc(rpc_error, method="WatchVersions", address=self._link.address)
-                if isinstance(error, DeadlineError):
-                    continue
-                lasting = not isinstance(error, (UnavailableError, AbortedError))
-                if lasting or backoff.next_delay_s(error) is None:
-                    raise error from None
-            finally:
-                call.cancel()
+                async with contextlib.aclosing(self._read(call)) as changes:
+                    async for change in changes:
+                        backoff.reset()
+                        yield change
+            except DeadlineError:
+                continue
+            except (UnavailableError, AbortedError) as error:
+                if backoff.next_delay_s(error) is None:
+                    raise
             await asyncio.sleep(backoff.delay_s())
 
     async def pin(self, version: int, *, pinned: bool = True) -> types.Version:

@@ -42,11 +42,13 @@ from weightsync_client.pull import PulledTensor, Puller
 from weightsync_client.push.handle import PushHandle
 from weightsync_client.push.history import PushHistory
 from weightsync_client.push.policy import PushPolicy
-from weightsync_client.rpc import calls, convert, fleet_calls
+from weightsync_client.rpc import calls, fleet_calls
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, call_again
+from weightsync_client.rpc.streams import read_stream
 from weightsync_client.source.source import PushSource, make_source
 from weightsync_client.source.source_writer import source_writer
+from weightsync_client.train_methods import TrainMethods
 
 if TYPE_CHECKING:
     from weightsync_client.attach import Attached
@@ -61,7 +63,7 @@ def default_holder() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-class Client:
+class Client(TrainMethods):
     """Speaks with one server about one model. Threads may share it.
 
     Errors are `ClientError`s (see `weightsync_client.errors`); nothing of gRPC's is raised. Calls
@@ -105,15 +107,21 @@ class Client:
         return self._model
 
     def _send(self, call: calls.Call[T]) -> T:
-        self._check_open()
         try:
-            stub = call.stub(self._channel) if call.stub else self._stub
-            reply = getattr(stub, call.method)(
-                call.request, timeout=call.timeout_s, metadata=self._link.metadata
-            )
+            reply = self._begin(call)
         except grpc.RpcError as error:
             raise from_rpc(error, method=call.method, address=self._link.address) from None
         return call.read(reply)
+
+    def _read(self, call: calls.Call[T]) -> Generator[T, None, None]:
+        """Send a call that is answered by a stream, and read that."""
+        return read_stream(self._begin(call), call, self._link.address)
+
+    def _begin(self, call: calls.Call[Any]) -> Any:
+        self._check_open()
+        stub = call.stub(self._channel) if call.stub else self._stub
+        method = getattr(stub, call.method)
+        return method(call.request, timeout=call.timeout_s, metadata=self._link.metadata)
 
     def _invoke(self, call: calls.Call[T]) -> T:
         """Send a call; ask again for about a second where the link breaks."""
@@ -317,13 +325,13 @@ class Client:
 
         A broken link is taken up again; the state is then told once more, marked `initial`.
         """
-        request = pb.WatchVersionsRequest(model=self.model)
+        call = calls.watch_versions(self.model, self._link.timeouts)
         backoff = Backoff(self._retry)
         while not self._closed:
             try:
-                for message in self._stream("WatchVersions", request, self._link.timeouts.watch_s):
+                for change in self._read(call):
                     backoff.reset()
-                    yield convert.to_change(message)
+                    yield change
             except DeadlineError:
                 continue  # Renewed, so that a half-open link is not watched for ever.
             except (UnavailableError, AbortedError) as error:
@@ -342,7 +350,7 @@ class Client:
 
         Args:
             version: The version.
-            force: Also the one that a rollback would go back to, which is refused otherwise.
+            force: Also the one that a rollback would go back to, and what the fleet needs.
         """
         self._invoke(
             calls.delete_version(self.model, version, force=force, timeouts=self._link.timeouts)
@@ -370,19 +378,9 @@ class Client:
 
     def _puller(self, version: int) -> Puller:
         def open_pull(request: pb.PullWeightsRequest) -> Iterator[pb.PullWeightsResponse]:
-            return self._stream("PullWeights", request, self._link.timeouts.stream_s)
+            return self._read(calls.pull_weights(request, self._link.timeouts))
 
         return Puller(self._link, self._invoke, open_pull, self.model, version, self._retry)
-
-    def _stream(self, method: str, request: Any, timeout_s: float) -> Iterator[Any]:
-        self._check_open()
-        call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._link.metadata)
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise from_rpc(error, method=method, address=self._link.address) from None
-        finally:
-            call.cancel()
 
     # The engine's own memory.
 

@@ -181,6 +181,10 @@ _ACTIONS: Mapping[str, str] = MappingProxyType(
         "GetStatus": "the query for the status",
         "GetFleetStatus": "the query for the state of the fleet",
         "AbortFleetApply": "the abort of the fleet's apply",
+        "Train": "the training",
+        "Checkpoint": "the checkpoint",
+        "GetTrainStatus": "the query for the state of the trainer",
+        "CancelTrain": "the end of the job",
         "Check": "the health check",
     }
 )

@@ -45,6 +45,7 @@ class Timeouts:
         commit_s: Commit of a push: until every shard is verified and durable.
         apply_s: An apply or a rollback, all phases. One that outlasts it goes on in the server.
         watch_s: One connection of a watch; it is renewed without the caller noticing.
+        train_s: A job of the supervised trainer, and a checkpoint, which waits for one.
     """
 
     call_s: float = 30
@@ -53,6 +54,7 @@ class Timeouts:
     commit_s: float = 600
     apply_s: float = 900
     watch_s: float = 3600
+    train_s: float = 86400
 
 
 @dataclass(frozen=True, slots=True)

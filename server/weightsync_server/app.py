@@ -17,8 +17,8 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.attach import (
-    AttachMetrics,
     Attachments,
+    AttachMetrics,
     AttachServicer,
     InPlaceCalls,
     add_attach_service,
@@ -57,8 +57,10 @@ from weightsync_server.part_options import (
     engine_options,
     fleet_options,
     follow_options,
+    listener_options,
     model_limits,
     push_limits,
+    train_options,
 )
 from weightsync_server.push import PushService, start_lending
 from weightsync_server.residency.budget import SegmentBudget
@@ -77,6 +79,8 @@ from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetric
 from weightsync_server.status import Processes, StatusSource
 from weightsync_server.store import open_store
 from weightsync_server.store.server_identity import server_identity
+from weightsync_server.train.train_servicer import TrainServicer, add_train_service
+from weightsync_server.train.training import Training
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 
@@ -136,7 +140,7 @@ class App:
         settings = self._settings
         tune_process()
         # Before anything is made: a file that is not right changes nothing.
-        self._doors = Listeners(settings.listener_options)
+        self._doors = Listeners(listener_options(settings))
         lock = StateLock(settings.state_dir)
         stack.callback(lock.close)
         metrics = Metrics(settings.name)
@@ -220,12 +224,16 @@ class App:
         )
         census.start()
         stack.push_async_callback(census.stop)
+        training = None
+        if of_trainer := train_options(settings):
+            training = Training(of_trainer, engines.set, model, metrics)
         trainers = AttachServicer(settings.name, attachments, transactions)
-        audit, interceptors = self._bind(metrics, servicer, trainers, health_service)
+        jobs = TrainServicer(settings.name, training)
+        audit, interceptors = self._bind(metrics, servicer, trainers, jobs, health_service)
         # With the other addresses: one that is taken ends the start before the engine hears of it.
         self._serve_metrics(stack, metrics)
         fault = partial(metrics.violate, "only_data")
-        verbs = self._serve_verbs(stack, servicer, health_service, audit, interceptors, fault)
+        verbs = self._serve_verbs(stack, servicer, jobs, health_service, audit, interceptors, fault)
         stack.push_async_callback(ingesters.close)
         await ingesters.serve(servicer, audit, interceptors)
         # Before the engine: what it starts on may be a version of the origin.
@@ -247,6 +255,9 @@ class App:
         await self._listen(stack, health_service, ingesters, verbs)
         if fleet is not None:
             fleet.start(self.addresses[0])
+        if training is not None:
+            await training.start()
+            stack.push_async_callback(training.stop)
         # Before the drain: a watch never ends by itself, nor does a node's call.
         stack.callback(model.feed.close)
         stack.callback(self._nodes.close)
@@ -256,6 +267,7 @@ class App:
         metrics: Metrics,
         servicer: WeightSyncServicer,
         trainers: AttachServicer,
+        jobs: TrainServicer,
         health_service: HealthServicer,
     ) -> tuple[Audit, list[grpc.aio.ServerInterceptor]]:
         """Take every address; return who is told of calls, and what they go through after that."""
@@ -271,12 +283,13 @@ class App:
         admission = Admission(call_limits(self._settings), caller_name)
         audit = Audit(self._settings.name, metrics)
         nodes = NodeServicer(self._nodes)
-        for witnessed in (servicer, nodes, trainers):
+        for witnessed in (servicer, nodes, trainers, jobs):
             audit.witness(witnessed)
 
         def serve(server: grpc.aio.Server) -> None:
             add_service(servicer, server)
             add_attach_service(trainers, server)
+            add_train_service(jobs, server)
             add_node_service(nodes, server)
             health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
             if add_debug_service(server):
@@ -340,6 +353,7 @@ class App:
         self,
         stack: contextlib.AsyncExitStack,
         servicer: WeightSyncServicer,
+        jobs: TrainServicer,
         health_service: HealthServicer,
         audit: Audit,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
@@ -351,7 +365,7 @@ class App:
         host, _, port = settings.http.rpartition(":")
         gate = self._doors.authenticator(Endpoint(settings.http))
         door = AuthorityInterceptor(gate, settings.name, audit)
-        calls = InnerCalls(servicer, health_service, [door, *interceptors])
+        calls = InnerCalls(servicer, health_service, jobs, [door, *interceptors])
         verbs = HttpApi(calls, door, settings.import_folders, on_fault)
         with _refusing_address(settings.http, "--http"):
             self.http_port = verbs.listen(host, int(port), self._doors.tls_context())

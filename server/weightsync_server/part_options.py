@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightsync.model.manifest import MAX_VERSION
+from weightsync_server.auth import Endpoint, ListenerOptions, Role
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.deltas import ChainLimits
 from weightsync_server.engine import ApplyLimits
@@ -15,6 +17,7 @@ from weightsync_server.model import ModelLimits
 from weightsync_server.push import PushLimits
 from weightsync_server.register.etcd_tls import EtcdTls
 from weightsync_server.rpc.rate_limits import CallLimits
+from weightsync_server.train.train_options import TrainOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,8 +31,10 @@ __all__ = [
     "engine_options",
     "fleet_options",
     "follow_options",
+    "listener_options",
     "model_limits",
     "push_limits",
+    "train_options",
 ]
 
 #: The engine's checkpoint is the first version, whatever is pushed before the engine is up.
@@ -106,13 +111,47 @@ def attach_socket(settings: Settings) -> Path:
     return settings.segment_socket.with_name("attach.sock")
 
 
+def listener_options(settings: Settings) -> ListenerOptions:
+    """Return what the listeners need to know, that of a supervised trainer included."""
+    options = settings.listener_options
+    if not settings.trainer:
+        return options
+    own = Endpoint(_trainer_address(settings), Role.TRAIN, private=True)
+    return replace(options, endpoints=[*options.endpoints, own])
+
+
+def _trainer_address(settings: Settings) -> str:
+    return f"unix:{settings.segment_socket.with_name('trainer.sock').absolute()}"
+
+
+def train_options(settings: Settings) -> TrainOptions | None:
+    """Return which trainer is supervised; None: there is none."""
+    if not settings.trainer:
+        return None
+    below = settings.checkpoint_dir
+    return TrainOptions(
+        trainer=settings.trainer,
+        python=settings.trainer_python,
+        model=settings.name,
+        engine=settings.trainer_engine,
+        address=_trainer_address(settings),
+        states=(settings.state_dir / "trainer").absolute(),
+        checkpoints=below.absolute() if below is not None else None,
+        queue=settings.trainer_queue,
+        start_timeout_s=settings.trainer_start_timeout_s,
+        silence_s=settings.trainer_silence_s,
+        grace_s=settings.trainer_grace_s,
+        log_level=settings.log_level,
+    )
+
+
 def engine_options(settings: Settings, engine_args: tuple[str, ...]) -> EngineOptions:
     """Return which engines there are, and what is given to one that this process hosts."""
     own = [settings.segment_socket, settings.lending_socket, settings.ingest_socket]
     return EngineOptions(
         settings.engine_names,
         settings.engines,
-        [*own, attach_socket(settings)],
+        [*own, attach_socket(settings), settings.segment_socket.with_name("trainer.sock")],
         settings.model,
         settings.ranks,
         engine_args,

@@ -18,6 +18,7 @@ from weightsync_server.follow.follow_settings import FollowSettings
 from weightsync_server.follow.follow_url import check_follow
 from weightsync_server.node_host.node_url import check_node
 from weightsync_server.store.protocol import MODEL_NAME
+from weightsync_server.train.train_settings import TrainSettings, check_trainer
 
 __all__ = ["Settings"]
 
@@ -62,7 +63,7 @@ def _check_host_port(name: str, written: str, example: int) -> None:
         raise ValueError(f"{name} must be HOST:PORT, such as 127.0.0.1:{example}, not {written!r}")
 
 
-class Settings(FleetSettings, FollowSettings, BaseSettings):
+class Settings(FleetSettings, FollowSettings, TrainSettings, BaseSettings):
     """Settings of weightsync-server: flags win over WEIGHTSYNC_* variables.
 
     A setting of several values takes its flag several times, or commas between them, or a JSON
@@ -327,6 +328,11 @@ class Settings(FleetSettings, FollowSettings, BaseSettings):
         ca, origin = bool(self.follow_ca), self.follow or self.node_of
         check_node(self.node_of, self.node_rank, self.follow, ca=ca)
         check_follow(origin, self.store, ca=ca, others=any(files))
+        return self
+
+    @model_validator(mode="after")
+    def _check_trainer(self) -> Self:
+        check_trainer(self, self.fleet, self.follow or self.node_of, self.engine)
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from weightsync_server.fleet.member_steps import Mode
 from weightsync_server.fleet_host.fleet_metrics import FleetMetrics
 from weightsync_server.follow.follow_metrics import FollowMetrics
 from weightsync_server.ops.metrics import Metrics
+from weightsync_server.train.train_metrics import TrainMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from weightsync_server.fleet.fleet_member import FleetMember
 
-__all__ = ["family_names", "of_followers_and_members"]
+__all__ = ["family_names", "of_some_servers"]
 
 
 def family_names(families: Iterable[Metric]) -> set[str]:
@@ -25,8 +26,8 @@ def family_names(families: Iterable[Metric]) -> set[str]:
     return {family.name + ("_total" if family.type == "counter" else "") for family in families}
 
 
-def of_followers_and_members() -> set[str]:
-    """Return what servers that follow or are in a fleet have besides.
+def of_some_servers() -> set[str]:
+    """Return what servers that follow, are in a fleet or supervise a trainer have besides.
 
     Names alone are asked for, so nobody is in one.
     """
@@ -38,5 +39,6 @@ def of_followers_and_members() -> set[str]:
         state=SimpleNamespace(mode=Mode.SERVING),
         host=SimpleNamespace(live=lambda: 0),
     )
+    TrainMetrics(metrics).track(up=int, queued=int)
     FleetMetrics(metrics, cast("FleetMember", nobody))
     return family_names(metrics.registry.collect()) - of_all

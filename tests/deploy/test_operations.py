@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.compose_file import ROOT
-from tests.deploy.metric_families import family_names, of_followers_and_members
+from tests.deploy.metric_families import family_names, of_some_servers
 from tests.deploy.promql import alert_rules
 from weightsync_client.cli.exit_codes import MEANINGS
 
@@ -31,7 +31,7 @@ def _titles(page: str) -> set[str]:
 def test_every_metric_is_explained(lone_server: LoneServer) -> None:
     families = family_names(text_string_to_metric_families(lone_server.scrape()))
     explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z_]+)", _section("Metrics")))
-    assert explained == families | of_followers_and_members()
+    assert explained == families | of_some_servers()
 
 
 def test_every_alert_is_explained_with_its_severity() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.deploy.metric_families import of_followers_and_members
+from tests.deploy.metric_families import of_some_servers
 from tests.deploy.promql import alert_rules, dashboard_queries, metric_names, selectors
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 #: This stack's server is neither.
-_OTHERS = of_followers_and_members()
+_OTHERS = of_some_servers()
 #: Of deploy/prometheus/prometheus.yml.
 _SCRAPE_S = 5
 

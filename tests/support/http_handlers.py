@@ -19,7 +19,7 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
     """Serve on loopback until the block ends, each connection in a thread; yields the port."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
         yield server.server_port

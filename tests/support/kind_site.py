@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.kinds import Kind
     from weightsync.errors import WeightSyncError
 
-__all__ = ["LOGS", "Fresh", "KindSite"]
+__all__ = ["LOGS", "Fresh", "KindSite", "keep_logs"]
 
 #: Environment variable: a folder for the logs of every site that was stopped.
 LOGS = "WEIGHTSYNC_TEST_LOGS"
@@ -129,16 +129,7 @@ class KindSite:
             self.server.stop()
         finally:
             self.vllm.stop()
-            self._keep_logs()
-
-    def _keep_logs(self) -> None:
-        """Copy the logs to where a variable says: what is on a lent host is gone with it."""
-        if LOGS in os.environ:
-            target = Path(os.environ[LOGS]) / self.kind.name
-            target.mkdir(parents=True, exist_ok=True)
-            for run in (self.vllm.run_dir, self._alone.run_dir):
-                for log in run.glob("*.log"):
-                    shutil.copy(log, target / f"{run.name}-{log.name}")
+            keep_logs(self.kind.name, self.vllm.run_dir, self._alone.run_dir)
 
     def answers(self) -> list[Any]:
         """What vLLM answers now: tokens and log probabilities."""
@@ -194,6 +185,21 @@ class KindSite:
         time.sleep(0.5)
         processes = descendants(self.vllm.process.pid)
         return DeviceMemory().of(processes), rss_anon(processes)
+
+
+def keep_logs(name: str, *runs: Path) -> None:
+    """Copy logs to where a variable says: what is on a lent host is gone with it.
+
+    Args:
+        name: Of what made them.
+        *runs: Folders that have them.
+    """
+    if LOGS in os.environ:
+        target = Path(os.environ[LOGS]) / name
+        target.mkdir(parents=True, exist_ok=True)
+        for run in runs:
+            for log in run.glob("*.log"):
+                shutil.copy(log, target / f"{run.name}-{log.name}")
 
 
 def _warm(vllm: VllmServer) -> None:

@@ -18,7 +18,7 @@ from tests.support.certificates import Authority, Pair
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.debug.v1 import debug_pb2
 from weightsync.node.v1 import node_pb2
-from weightsync.v1 import attach_pb2
+from weightsync.v1 import attach_pb2, train_pb2
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.principals import new_token, token_hash
 from weightsync_server.auth.roles import Role
@@ -43,6 +43,7 @@ def _methods(*files: Any) -> dict[str, Any]:
 METHODS: Mapping[str, Any] = _methods(
     pb.DESCRIPTOR,
     attach_pb2.DESCRIPTOR,
+    train_pb2.DESCRIPTOR,
     node_pb2.DESCRIPTOR,
     health_pb2.DESCRIPTOR,
     reflection_pb2.DESCRIPTOR,

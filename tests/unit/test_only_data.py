@@ -27,6 +27,7 @@ ROOTS = (
     "weightsync_server.app",
     "weightsync_server.workers.fetch.fetch_main",
     "weightsync_client.cli.main",
+    "weightsync_client.trainer.__main__",
     "weightsync.vllm.plugin",
     "weightsync.vllm.endpoint",
     "weightsync.vllm.worker.worker_methods",
@@ -40,7 +41,7 @@ ON_THE_WAY = (
     "weightsync_server.push.shard_state",
     "weightsync_server.store.local.local_store",
     "weightsync_server.store.local.recovery",
-    "weightsync_server.workers.runtime.frames",
+    "weightsync.wire.frames",
     "weightsync_server.auth.authority_file",
     "weightsync.model.manifest",
     "weightsync.model.layout",
@@ -81,6 +82,9 @@ EXCEPTIONS = {
     ),
     ("weightsync.vllm.twin.vllm_load", "importlib"): (
         "imports the module of vLLM's worker that the configuration of the engine names"
+    ),
+    ("weightsync_client.trainer.class_import", "importlib"): (
+        "imports the class that the operator named with --trainer"
     ),
     ("weightsync.vllm.twin.loader_config", "pickle"): (
         "reads what the parent wrote into a pipe that only the two have"

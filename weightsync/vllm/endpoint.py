@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from weightsync.engine import EngineState
 from weightsync.vllm.answers.version_header import AnswerState, AnswerVersions
 from weightsync.vllm.bridge.readiness_gate import Gate, GateState
+from weightsync.vllm.bridge.train_forward import ForwardState, TrainForward
+from weightsync.vllm.bridge.upstream import Upstream
 from weightsync.vllm.env import EngineSettings
 from weightsync.wire.named_methods import generic_only
 from weightsync.wire.unix_sockets import claimed, umask
@@ -48,14 +50,16 @@ class Bridge:
     def __init__(self) -> None:
         self._gate = GateState()
         self._answers = AnswerState()
+        self._forward = ForwardState()
         self._server: grpc.aio.Server | None = None
         self._engine: VllmEngine | None = None
         self._socket = ""
 
     def attach_router(self, app: Any) -> None:
-        """Put the gate before all routes; there are no routes of our own."""
+        """Put the gate before all routes, and before it what is passed on to the server."""
         app.add_middleware(AnswerVersions, state=self._answers)
         app.add_middleware(Gate, state=self._gate)
+        app.add_middleware(TrainForward, state=self._forward)
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -92,6 +96,8 @@ class Bridge:
         from weightsync.vllm.bridge.adapter import VllmEngine
 
         settings = EngineSettings.load()
+        if settings.server_url:
+            self._forward.upstream = Upstream(settings.server_url, settings.server_ca)
         self._engine = VllmEngine(engine_client, vllm_version, "bridge")
         await self._engine.start()
         if settings.answer_versions:

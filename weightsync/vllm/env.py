@@ -9,6 +9,9 @@ import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from weightsync.wire.addresses import is_private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,6 +95,8 @@ class EngineSettings:
             own and sends nothing, seconds.
         answer_versions: Whether answers of vLLM's HTTP API name the versions that made them.
         attachable: Whether parameters on a CPU lie in shared memory, for trainers that attach.
+        server_url: Where weightsync-server's HTTP API is; empty: not known.
+        server_ca: PEM file of the authorities of its certificate; empty: those of this host.
     """
 
     engine_socket: str
@@ -102,6 +107,8 @@ class EngineSettings:
     update_timeout_s: float = _UPDATE_TIMEOUT_S
     answer_versions: bool = True
     attachable: bool = False
+    server_url: str = ""
+    server_ca: str = ""
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None) -> EngineSettings:
@@ -126,6 +133,8 @@ class EngineSettings:
             _update_timeout(env),
             _switch(env, "WEIGHTSYNC_ANSWER_VERSIONS", default="1"),
             _switch(env, "WEIGHTSYNC_ATTACH", default="0"),
+            _server_url(env),
+            env.get("WEIGHTSYNC_TLS_CA", "").strip(),
         )
 
 
@@ -136,6 +145,28 @@ def _switch(env: Mapping[str, str], name: str, default: str) -> bool:
         msg = f"{name} is {text!r}; set it to {others[default]}"
         raise ValueError(msg)
     return text == "1"
+
+
+def _server_url(env: Mapping[str, str]) -> str:
+    text = env.get("WEIGHTSYNC_HTTP", "").strip().rstrip("/")
+    if not text:
+        return ""
+    try:
+        parts = urlsplit(text)
+        plain = parts.scheme in ("http", "https") and parts.netloc == text.partition("://")[2]
+        known = plain and parts.hostname and parts.port and not parts.username
+    except ValueError:
+        known = False
+    if not known:
+        msg = f"WEIGHTSYNC_HTTP is {text!r}; set it to http://127.0.0.1:PORT or https://HOST:PORT"
+        raise ValueError(msg)
+    if parts.scheme == "http" and not is_private(parts.netloc):
+        msg = (
+            f"WEIGHTSYNC_HTTP is {text!r}, to which tokens would go in plain text; use https://, "
+            "or http://127.0.0.1:PORT"
+        )
+        raise ValueError(msg)
+    return text
 
 
 def _room(env: Mapping[str, str]) -> Amount | None:

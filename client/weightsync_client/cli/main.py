@@ -11,8 +11,15 @@ from typing import Annotated
 import typer
 
 from weightsync import __version__
+from weightsync.errors import Reason
 from weightsync_client.access import VARIABLES
-from weightsync_client.cli import diff_command, fleet_commands, version_commands, weight_commands
+from weightsync_client.cli import (
+    diff_command,
+    fleet_commands,
+    train_commands,
+    version_commands,
+    weight_commands,
+)
 from weightsync_client.cli.exit_codes import MEANINGS, ExitCode, exit_code
 from weightsync_client.errors import ClientError
 
@@ -48,6 +55,10 @@ _CALLS = {
     "GetStatus": "status",
     "GetFleetStatus": "fleet status",
     "AbortFleetApply": "fleet abort",
+    "Train": "train",
+    "Checkpoint": "checkpoint",
+    "GetTrainStatus": "train status",
+    "CancelTrain": "train cancel",
 }
 #: By its name, or by the path that servers know it by.
 _CALL = re.compile(rf"(?:/[\w.]+/)?\b({'|'.join(_CALLS)})\b")
@@ -74,8 +85,10 @@ for command in (
     version_commands.delete,
     weight_commands.epoch,
     weight_commands.abort,
+    train_commands.checkpoint,
 ):
     app.command()(command)
+app.add_typer(train_commands.train)
 app.add_typer(fleet_commands.fleet)
 
 
@@ -125,7 +138,9 @@ def _run() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except ClientError as error:
-        return _fail(exit_code(error), _plain(error.message))
+        # What a trainer's class raised is quoted as it is.
+        quoted = error.reason is Reason.TRAINER_FAILED
+        return _fail(exit_code(error), error.message if quoted else _plain(error.message))
     except BrokenPipeError:
         # Whoever read the output has gone; the rest of it is nobody's.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +25,7 @@ from weightsync_client.cli.cli_options import (
     connect,
     set_pause,
 )
+from weightsync_client.cli.interrupts import explain_interrupt
 from weightsync_client.errors import refuse
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
@@ -61,21 +60,6 @@ def _set_engines(
         choices["order"] = order
     if max_unavailable:
         choices["max_unavailable"] = max_unavailable
-
-
-@contextlib.contextmanager
-def _explain_interrupt(otherwise: str) -> Iterator[None]:
-    """Say in which state an interrupt leaves things; Typer keeps nothing of it but its exit code.
-
-    Args:
-        otherwise: What to say where nothing was noted.
-    """
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        for note in getattr(interrupt, "__notes__", [otherwise]):
-            typer.echo(f"weightsync: interrupted; {note}", err=True)
-        raise
 
 
 def push(
@@ -135,7 +119,7 @@ def push(
     with (
         connect(address, model) as client,
         render.progress("push") as update,
-        _explain_interrupt(NOTHING_SENT),
+        explain_interrupt(NOTHING_SENT),
     ):
         options["on_progress"] = update
         if base is not None:
@@ -184,7 +168,7 @@ def apply(
         options["prepare_timeout_s"] = prepare_timeout
     if timeout is not None:
         options["timeout_s"] = timeout
-    with connect(address, model) as client, _explain_interrupt(_GOES_ON):
+    with connect(address, model) as client, explain_interrupt(_GOES_ON):
         report = client.apply(version, **options)
     render.show_json(report) if json else render.show_apply(report)
 
@@ -208,7 +192,7 @@ def rollback(
     choices = RollbackOptions()
     set_pause(choices, pause, cache, wait_timeout, after_wait, key)
     _set_engines(choices, engine, order, max_unavailable)
-    with connect(address, model) as client, _explain_interrupt(_GOES_ON):
+    with connect(address, model) as client, explain_interrupt(_GOES_ON):
         result = client.rollback(reason, **choices)
     if json:
         render.show_json(result)

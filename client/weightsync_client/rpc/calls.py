@@ -1,4 +1,4 @@
-"""Every unary call as data: method, request, timeout and how to read the answer.
+"""Every call with one request as data: method, request, timeout and how to read the answer.
 
 The sync and the asyncio client both send these, so each call is built and read in one place.
 """
@@ -49,9 +49,11 @@ __all__ = [
     "most_unavailable",
     "pause_options",
     "pin_version",
+    "pull_weights",
     "rollback",
     "single_model",
     "verify_version",
+    "watch_versions",
 ]
 
 T = TypeVar("T")
@@ -70,13 +72,13 @@ _MOST_REASON = 512
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One unary call.
+    """One call with one request.
 
     Attributes:
         method: Name of the RPC.
         request: Its request message.
         timeout_s: Its deadline, in seconds.
-        read: Turns the response message into the result.
+        read: Turns the response message, each of a stream, into the result.
         stub: Makes the stub from a channel; None: WeightSync's own.
     """
 
@@ -263,6 +265,19 @@ def get_version(
         return convert.to_version(m.version), tensors, m.next_page_token
 
     return Call("GetVersion", request, timeouts.call_s, read)
+
+
+def watch_versions(model: str, timeouts: Timeouts) -> Call[types.VersionChange]:
+    """Watch the versions; what is read is one message."""
+    request = pb.WatchVersionsRequest(model=model)
+    return Call("WatchVersions", request, timeouts.watch_s, convert.to_change)
+
+
+def pull_weights(
+    request: pb.PullWeightsRequest, timeouts: Timeouts
+) -> Call[pb.PullWeightsResponse]:
+    """Read the bytes of a version; what is read is one message."""
+    return Call("PullWeights", request, timeouts.stream_s, _ident)
 
 
 def pin_version(

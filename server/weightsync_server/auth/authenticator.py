@@ -22,6 +22,11 @@ _REMEDY = (
     "WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE, or a client certificate, that the server's "
     "authority file knows"
 )
+#: That only this host can connect says nothing about whom a proxy on this host has let in.
+_FORWARDED = (
+    "this request was passed on, so that it needs a token, and this server knows none; start it "
+    "with --authority FILE, and send a bearer token with the request"
+)
 
 
 class Authenticator:
@@ -50,6 +55,8 @@ class Authenticator:
         Raises:
             WeightSyncError: UNAUTHENTICATED.
         """
+        if self._given is EVERYBODY and _is_forwarded(context):
+            raise WeightSyncError(Reason.UNAUTHENTICATED, _FORWARDED)
         if self._given is not None:
             return self._given
         principal = self._proved(context)
@@ -70,6 +77,11 @@ class Authenticator:
         if not headers[0].startswith(_SCHEME):
             return None
         return principals.by_token(headers[0].removeprefix(_SCHEME))
+
+
+def _is_forwarded(context: Any) -> bool:
+    # RFC 7239.
+    return any(key == "forwarded" for key, _ in context.invocation_metadata())
 
 
 def _certificate_names(proofs: dict[str, Sequence[bytes]]) -> list[str]:

@@ -27,10 +27,12 @@ class Endpoint:
     Attributes:
         address: HOST:PORT or unix:PATH, as gRPC takes it.
         role: Of a unix socket: what whoever can open it may do. None: the socket says nothing.
+        private: Whether a unix socket is for its owner alone, and not for the group.
     """
 
     address: str
     role: Role | None = None
+    private: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:

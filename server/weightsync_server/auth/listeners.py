@@ -40,8 +40,8 @@ _OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
 )
-#: Of unix sockets: owner and group may connect, nobody else, whatever the umask.
-_SOCKET_UMASK = 0o117
+#: Of unix sockets, whatever the umask: owner and group may connect, or the owner alone.
+_SOCKET_UMASK, _PRIVATE_UMASK = 0o117, 0o177
 #: Seconds between two looks at whether gRPC still lets callers in.
 _LOOK_S = 1.0
 
@@ -101,10 +101,7 @@ class Listeners:
             )
             self._servers.append(server)
             serve(generic_only(server))
-            bound += [
-                replace(endpoint, address=self._bind(server, endpoint.address))
-                for endpoint in group
-            ]
+            bound += [replace(endpoint, address=self._bind(server, endpoint)) for endpoint in group]
         return bound
 
     def authenticator(self, endpoint: Endpoint) -> Authenticator:
@@ -138,11 +135,13 @@ class Listeners:
         roles = dict.fromkeys(endpoint.role for endpoint in self._endpoints)
         return [[one for one in self._endpoints if one.role is role] for role in roles]
 
-    def _bind(self, server: grpc.aio.Server, address: str) -> str:
-        if address.startswith("unix:"):
+    def _bind(self, server: grpc.aio.Server, endpoint: Endpoint) -> str:
+        address = endpoint.address
+        if endpoint.is_socket:
             # gRPC itself would replace the socket of a server that lives.
             path = unquote(address.removeprefix("unix:"))
-            with claimed(path, "choose another path with --listen"), umask(_SOCKET_UMASK):
+            mask = _PRIVATE_UMASK if endpoint.private else _SOCKET_UMASK
+            with claimed(path, "choose another path with --listen"), umask(mask):
                 server.add_insecure_port(address)
             return address
         try:

@@ -23,7 +23,8 @@ class Role(enum.StrEnum):
         FOLLOW: Learn of versions and fetch their bytes, as a server on another host does.
         MEMBER: What servers of one engine or fleet ask of each other to prepare and decide.
         FLEET: What APPLY may, for the whole fleet too.
-        TRAIN: Have the live parameters of an engine on this host, write them, and push versions.
+        TRAIN: Have the live parameters of an engine on this host, write them, push and read
+            versions, and give the trainer of this server jobs.
         ADMIN: All of that; also delete, pin, and accept a rejected version again.
     """
 
@@ -90,6 +91,7 @@ _CLEARING = Reserved("clear_rejected", Role.ADMIN)
 #: `SCOPE_FLEET`.
 _FLEET = Reserved("scope", Role.FLEET, 2)
 _OURS = "/weightsync.v1.WeightSync"
+_TRAINER = "/weightsync.v1.TrainService"
 #: The method that ingest processes serve.
 PUSH_WEIGHTS = f"{_OURS}/PushWeights"
 
@@ -111,11 +113,16 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_OURS}/GetStatus": Rule(_ANY),
         f"{_OURS}/GetFleetStatus": Rule(_ANY),
         f"{_OURS}/AbortFleetApply": Rule(frozenset({Role.FLEET}), changes=True),
-        f"{_OURS}/PullWeights": Rule(_READ | _FOLLOW),
+        # Who trains has what is live.
+        f"{_OURS}/PullWeights": Rule(_READ | _FOLLOW | _TRAIN),
         f"{_OURS}/PinVersion": Rule(_ADMIN, changes=True),
         f"{_OURS}/DeleteVersion": Rule(_ADMIN, changes=True),
         "/weightsync.v1.AttachService/Attach": Rule(_TRAIN, changes=True),
         "/weightsync.v1.AttachService/WriteInPlace": Rule(_TRAIN, changes=True),
+        f"{_TRAINER}/Train": Rule(_TRAIN, changes=True),
+        f"{_TRAINER}/Checkpoint": Rule(_TRAIN, changes=True),
+        f"{_TRAINER}/GetTrainStatus": Rule(_ANY),
+        f"{_TRAINER}/CancelTrain": Rule(_TRAIN, changes=True),
         "/weightsync.node.v1.NodeService/Join": Rule(_MEMBER, changes=True),
         "/weightsync.node.v1.NodeService/ReadStaged": Rule(_MEMBER),
         # There only where the process was started with failpoints, and for this host only.

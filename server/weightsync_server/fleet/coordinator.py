@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from weightsync_server.fleet.fleet_plan import FleetVersion
     from weightsync_server.register.register import Register
 
-__all__ = ["Coordinator", "Outcome", "Progress"]
+__all__ = ["Coordinator", "FleetProgress", "Outcome"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ _LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
-class Progress:
+class FleetProgress:
     """How far an apply is.
 
     Attributes:
@@ -111,7 +111,7 @@ class Coordinator:
         register: Register,
         name: str,
         limits: FleetLimits,
-        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_progress: Callable[[FleetProgress], None] = lambda _: None,
     ) -> None:
         self._register, self._name = register, name
         self._limits, self._on_progress = limits, on_progress
@@ -357,7 +357,7 @@ class Coordinator:
         reports = parse_reports(number, await self._register.list(reports_prefix(number)))
         prepared, ready, done = (len(reports.of(phase)) for phase in ApplyPhase)
         made, needed = len(apply.decisions), apply.plan.decisions
-        self._on_progress(Progress(number, made, needed, prepared, ready, done))
+        self._on_progress(FleetProgress(number, made, needed, prepared, ready, done))
         return reports
 
     async def _present(self) -> dict[str, FleetVersion | None]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from weightsync.engine import PauseSpec
     from weightsync_server.engine import EngineSet, HostParts, ModelParts
-    from weightsync_server.fleet.coordinator import Outcome, Progress
+    from weightsync_server.fleet.coordinator import FleetProgress, Outcome
     from weightsync_server.fleet.fleet_limits import FleetLimits
     from weightsync_server.register.register import Register
 
@@ -307,9 +307,9 @@ class _ProgressLog:
     """Logs each change."""
 
     def __init__(self) -> None:
-        self._last: Progress | None = None
+        self._last: FleetProgress | None = None
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: FleetProgress) -> None:
         if progress == self._last:
             return
         self._last = progress

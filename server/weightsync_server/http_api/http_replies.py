@@ -14,7 +14,7 @@ from weightsync_server.ops.http_endpoint import HttpReply
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["answered", "no_method", "no_route", "refusal"]
+__all__ = ["answered", "error_document", "no_method", "no_route", "refusal"]
 
 #: By gRPC status. What may be good a moment later is a 5xx: that is what callers try again.
 _STATUS: Mapping[str, HTTPStatus] = MappingProxyType(
@@ -37,6 +37,8 @@ _STATUS: Mapping[str, HTTPStatus] = MappingProxyType(
 )
 #: Of these the server frees itself, or the operator does, while the caller tries again.
 _PASSING = frozenset({Reason.ENGINE_FENCED, Reason.ENGINE_ASLEEP})
+#: Of a job: where its class has failed, on which of our refusals, and what it had committed.
+_FACTS = ("traceback", "cause", "version")
 
 
 def answered(
@@ -59,7 +61,13 @@ def refusal(error: WeightSyncError) -> HttpReply:
         headers.append(("Retry-After", str(max(1, math.ceil(error.retry_after_s)))))
     if status is HTTPStatus.UNAUTHORIZED:
         headers.append(("WWW-Authenticate", "Bearer"))
-    return answered({"error": error.message, "reason": error.reason.value}, status, headers)
+    return answered(error_document(error), status, headers)
+
+
+def error_document(error: WeightSyncError) -> dict[str, str]:
+    """Return an error as JSON has it: sentence, reason, and what a program may want to know."""
+    facts = {name: error.metadata[name] for name in _FACTS if name in error.metadata}
+    return {"error": error.message, "reason": error.reason.value, **facts}
 
 
 def no_route(paths: Iterable[str]) -> HttpReply:

@@ -1,12 +1,10 @@
-"""The verbs: which path does what, and what it takes to do it."""
+"""The verbs: which path does what, and who may have it done."""
 
 from __future__ import annotations
 
-import json
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import parse_qsl
+from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health_pb2
 
@@ -25,6 +23,14 @@ from weightsync_server.http_api.inner_calls import (
     HttpContext,
 )
 from weightsync_server.http_api.pause_request import PauseRequest, pause_options
+from weightsync_server.http_api.request_fields import (
+    BODY_BYTES,
+    Verb,
+    read_fields,
+    refuse_unknown,
+    refused,
+)
+from weightsync_server.http_api.train_verbs import TrainVerbs
 from weightsync_server.http_api.weight_update import WeightUpdates
 from weightsync_server.ops.http_endpoint import HttpEndpoint
 from weightsync_server.ops.os_errors import to_refusal
@@ -32,7 +38,7 @@ from weightsync_server.rpc import SERVING
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from weightsync_server.auth.auth_interceptor import AuthorityInterceptor
@@ -43,28 +49,12 @@ __all__ = ["HttpApi"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a body: a path and some fields.
-_MAX_BODY_BYTES = 64 << 10
 #: Seconds for the last answers when the server stops.
 _LAST_S = 5.0
 
 
-class _Verb(NamedTuple):
-    """What a path does.
-
-    Attributes:
-        method: The one HTTP method that it takes.
-        needs: Methods of ours that its sender must be allowed to call: all of them, before any.
-        run: Does it.
-    """
-
-    method: str
-    needs: Sequence[str]
-    run: Callable[[HttpRequest, Mapping[str, Any]], Awaitable[HttpReply]]
-
-
 class HttpApi:
-    """Answers vLLM's verbs for the one model of this server.
+    """Answers vLLM's verbs, and those of training, for the one model of this server.
 
     Args:
         calls: The server's methods.
@@ -89,11 +79,12 @@ class HttpApi:
         applies = (APPLY_VERSION,)
         pushes = (BEGIN_PUSH, PUSH_WEIGHTS, ABORT_PUSH, APPLY_VERSION)
         self._verbs = {
-            "/health": _Verb("GET", (CHECK_HEALTH, GET_STATUS), self._health),
-            "/is_paused": _Verb("GET", (GET_STATUS,), self._is_paused),
-            "/pause": _Verb("POST", applies, self._pause_next),
-            "/resume": _Verb("POST", applies, self._resume),
-            "/update_weights": _Verb("POST", pushes, self._update_weights),
+            "/health": Verb("GET", (CHECK_HEALTH, GET_STATUS), self._health),
+            "/is_paused": Verb("GET", (GET_STATUS,), self._is_paused),
+            "/pause": Verb("POST", applies, self._pause_next),
+            "/resume": Verb("POST", applies, self._resume),
+            "/update_weights": Verb("POST", pushes, self._update_weights),
+            **TrainVerbs(calls, door.model).verbs,
         }
 
     async def answer(self, request: HttpRequest) -> HttpReply:
@@ -121,7 +112,7 @@ class HttpApi:
             OSError: The address cannot be bound.
         """
         self._endpoint = HttpEndpoint(
-            self.answer, host, port, name="http-api", max_body=_MAX_BODY_BYTES, tls=tls
+            self.answer, host, port, name="http-api", max_body=self._most_bytes, tls=tls
         )
         return self._endpoint.port
 
@@ -145,7 +136,18 @@ class HttpApi:
             return replies.no_route(self._verbs)
         if request.method != verb.method and (request.method, verb.method) != ("HEAD", "GET"):
             return replies.no_method(request.path, verb.method)
-        return await verb.run(request, _fields(request))
+        return await verb.run(request, read_fields(request))
+
+    def _most_bytes(self, head: HttpRequest) -> int:
+        """Return how long the body after a head may be; strangers have no large ones read."""
+        verb = self._verbs.get(head.path)
+        if verb is None or verb.body_bytes <= BODY_BYTES:
+            return BODY_BYTES
+        try:
+            self._door.gate.identify(HttpContext(head))
+        except WeightSyncError:
+            return BODY_BYTES
+        return verb.body_bytes
 
     def _admit(self, request: HttpRequest, needs: Sequence[str]) -> None:
         """Refuse who may not do all of it: half of a verb is done for nobody."""
@@ -188,15 +190,15 @@ class HttpApi:
         )
 
     async def _resume(self, _: HttpRequest, fields: Mapping[str, Any]) -> HttpReply:
-        _refuse_unknown(fields, ())
+        refuse_unknown(fields, ())
         self._pause.drop()
         return replies.answered({"status": "resumed", "is_paused": False})
 
     async def _update_weights(self, request: HttpRequest, fields: Mapping[str, Any]) -> HttpReply:
-        _refuse_unknown(fields, ("weight_dir",))
+        refuse_unknown(fields, ("weight_dir",))
         path = fields.get("weight_dir")
         if not isinstance(path, str) or not path:
-            raise _refused("weight_dir must name the folder of the checkpoint, as text")
+            raise refused("weight_dir must name the folder of the checkpoint, as text")
         done = await self._updates.run(path, self._pause.current(), request)
         return replies.answered(done)
 
@@ -204,34 +206,3 @@ class HttpApi:
         status = await self._calls.call(GET_STATUS, pb.GetStatusRequest(), request)
         engine: pb.EngineStatus = status.models[0].engine
         return engine
-
-
-def _fields(request: HttpRequest) -> dict[str, Any]:
-    """Return what a request says in its body, a JSON object or nothing, and in its query.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID.
-    """
-    fields: Any = {}
-    if request.body.strip():
-        try:
-            fields = json.loads(request.body)
-        except (ValueError, RecursionError):
-            fields = None
-    if not isinstance(fields, dict):
-        raise _refused("the body must be one JSON object in UTF-8, or empty")
-    try:
-        return fields | dict(parse_qsl(request.query, strict_parsing=bool(request.query)))
-    except ValueError:
-        raise _refused("the query must be fields such as mode=keep, joined by &") from None
-
-
-def _refuse_unknown(fields: Mapping[str, Any], known: Sequence[str]) -> None:
-    unknown = sorted(fields.keys() - set(known))
-    if unknown:
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise _refused(f"{unknown[0][:64]!r} is no field of this verb; {takes}")
-
-
-def _refused(sentence: str) -> WeightSyncError:
-    return WeightSyncError(Reason.REQUEST_INVALID, sentence)

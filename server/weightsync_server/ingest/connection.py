@@ -9,10 +9,10 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire import frames
+from weightsync.wire.notes import noted
 from weightsync_server.auth.auth_interceptor import reader
 from weightsync_server.push import Claim, RemoteStream, Written, read_message
-from weightsync_server.workers.runtime import frames
-from weightsync_server.workers.runtime.notes import noted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

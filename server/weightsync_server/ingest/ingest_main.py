@@ -12,6 +12,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire import child_end, frames
 from weightsync_server.auth import CALLER, PUSH_WEIGHTS
 from weightsync_server.auth.listeners import Listeners
 from weightsync_server.auth.principals import EVERYBODY
@@ -20,7 +21,6 @@ from weightsync_server.ingest.relay import Relay, take
 from weightsync_server.ops.process_tuning import tune_process
 from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
 from weightsync_server.settings import Settings
-from weightsync_server.workers.runtime import child_end, frames
 from weightsync_server.workers.runtime.mappings import Maps
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
+from weightsync.wire import frames
 from weightsync_server.auth.caller import RejectedCall
-from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
     from weightsync.errors import WeightSyncError

@@ -15,10 +15,10 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.box_spans import BoxSpan
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire import frames
+from weightsync.wire.notes import read_note
 from weightsync_server.ops.os_errors import system_fault
 from weightsync_server.push import BoxWindow, ChunkView, plain_chunk
-from weightsync_server.workers.runtime import frames
-from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

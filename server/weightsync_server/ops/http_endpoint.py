@@ -11,6 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 from prometheus_client.exposition import choose_encoder
 
+from weightsync_server.ops.http_stream import ByteStream, send_stream
+
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Mapping
@@ -53,26 +55,35 @@ class HttpRequest(NamedTuple):
 
 
 class HttpReply(NamedTuple):
-    """What is answered."""
+    """What is answered.
+
+    Attributes:
+        status: HTTP status.
+        body: All of it.
+        kind: Its Content-Type.
+        headers: More headers.
+        stream: In place of the body: its parts, as they come; closed when the client leaves.
+    """
 
     status: int
-    body: bytes
+    body: bytes = b""
     kind: str = "text/plain"
     headers: tuple[tuple[str, str], ...] = ()
+    stream: ByteStream | None = None
 
 
 class HttpEndpoint:
     """Serves HTTP/1.1 from the event loop, one request a connection.
 
-    A request gets 5 s to come and its answer 5 s to go; between them `answer` takes what it needs,
-    also when the client has left meanwhile.
+    A request gets 5 s to come and its answer 5 s to go, each part of a stream anew; between them
+    `answer` takes what it needs, also when the client has left meanwhile.
 
     Args:
         answer: Answers a request. What it raises ends the connection.
         host: Address to bind.
         port: TCP port; 0: any free one, see `port`.
         name: Of its task, for people.
-        max_body: Most bytes of a body; one with more is answered with 413.
+        max_body: Most bytes of the body that follows a head; one with more is answered with 413.
         tls: What connections are encrypted with; None: they are not.
 
     Raises:
@@ -86,7 +97,7 @@ class HttpEndpoint:
         port: int,
         *,
         name: str,
-        max_body: int = 0,
+        max_body: Callable[[HttpRequest], int] = lambda _: 0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._answer = answer
@@ -143,9 +154,14 @@ class HttpEndpoint:
                 request = await self._read(reader, writer)
             reply = request if isinstance(request, HttpReply) else await self._answer(request)
             without_body = isinstance(request, HttpRequest) and request.method == "HEAD"
+            # So that a drain waits for all of it; with 0, TLS of asyncio stays paused when it has.
+            writer.transport.set_write_buffer_limits(1)
+            writer.write(_encoded(reply, without_body=without_body))
+            if reply.stream is not None and without_body:
+                await reply.stream.aclose()
+            elif reply.stream is not None:
+                await send_stream(reader, writer, reply.stream, _REQUEST_S)
             async with asyncio.timeout(_REQUEST_S):
-                writer.transport.set_write_buffer_limits(0)
-                writer.write(_encoded(reply, without_body=without_body))
                 await writer.drain()
         except (TimeoutError, OSError, EOFError, ValueError, asyncio.LimitOverrunError):
             writer.transport.abort()
@@ -166,8 +182,9 @@ class HttpEndpoint:
         length = lengths.pop()
         if lengths or not (length.isascii() and length.isdecimal()):
             return HttpReply(HTTPStatus.BAD_REQUEST, b"Content-Length must be one number\n")
-        if len(length) > len(str(self._max_body)) or int(length) > self._max_body:
-            body = f"a body has at most {self._max_body} bytes here\n".encode()
+        most = self._max_body(request)
+        if len(length) > len(str(most)) or int(length) > most:
+            body = f"a body has at most {most} bytes here\n".encode()
             return HttpReply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, body)
         return request._replace(body=await reader.readexactly(int(length)))
 
@@ -223,8 +240,9 @@ def _encoded(reply: HttpReply, *, without_body: bool) -> bytes:
     lines = [
         f"HTTP/1.1 {status.value} {status.phrase}",
         f"Content-Type: {reply.kind}",
-        f"Content-Length: {len(reply.body)}",
+        "Transfer-Encoding: chunked" if reply.stream else f"Content-Length: {len(reply.body)}",
         *(f"{name}: {value}" for name, value in reply.headers),
         "Connection: close",
     ]
-    return "\r\n".join([*lines, "", ""]).encode() + (b"" if without_body else reply.body)
+    body = b"" if without_body or reply.stream else reply.body
+    return "\r\n".join([*lines, "", ""]).encode() + body

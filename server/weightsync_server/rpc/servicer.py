@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
+from weightsync_server.catalog.model_name import check_model
 from weightsync_server.rpc.pull_stream import pull
 from weightsync_server.rpc.requests import chosen, tensor_page
 
@@ -209,11 +210,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
             )
 
     def _check_model(self, name: str) -> None:
-        if name != self._model.table.name:
-            raise WeightSyncError(
-                Reason.MODEL_UNKNOWN,
-                f"model {name!r} is not configured; this server has {self._model.table.name!r}",
-            )
+        check_model(name, self._model.table.name)
 
 
 def _for_fleet(scope: int) -> bool:

@@ -41,8 +41,8 @@ def test_both_clients_have_the_same_methods() -> None:
     def public(kind: type) -> dict[str, list[str]]:
         return {
             name: list(inspect.signature(member).parameters)
-            for name, member in vars(kind).items()
-            if not name.startswith("_") and inspect.isfunction(member)
+            for name, member in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_")
         }
 
     sync, aio = public(Client), public(AsyncClient)

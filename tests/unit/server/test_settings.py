@@ -301,7 +301,9 @@ def test_every_limit_is_explained_with_its_default() -> None:
         for name in rows
     }
     prefixes = ("max_", "retain_", "push_", "reader_", "disk_", "slots", "memory_", "delta_")
-    assert set(rows) == {name for name in Settings.model_fields if name.startswith(prefixes)}
+    of_trainers = ("trainer_queue", "trainer_start_", "trainer_silence_", "trainer_grace_")
+    limits = prefixes + of_trainers
+    assert set(rows) == {name for name in Settings.model_fields if name.startswith(limits)}
 
 
 def test_ingest_processes_listen_beside_every_address_that_takes_pushes() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from benchmarks.servers import free_port
 from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm
 from weightsync.vllm.endpoint import Bridge
 
@@ -69,3 +70,25 @@ async def test_answers_name_versions_unless_that_is_switched_off(
         finally:
             await bridge.stop()
     assert answer.headers.get("x-weightsync-version") == named
+
+
+async def test_requests_for_the_trainer_are_passed_on_in_every_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_HTTP", f"http://127.0.0.1:{free_port()}")
+    llm, bridge = Served(), Bridge()
+    app = applications.Starlette(routes=[routing.Route("/ask", llm.ask)])
+    bridge.attach_router(app)
+    transport = httpx.ASGITransport(app=app)
+    path = "/v1/weightsync/train/status"
+    async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        early = await client.get(path)
+        await bridge.init_state(llm, None, SimpleNamespace(api_server_count=1))
+        try:
+            # Nothing is proved yet: vLLM's own paths are shut.
+            assert (await client.get("/ask")).status_code == 503
+            known = await client.get(path)
+        finally:
+            await bridge.stop()
+    assert (early.status_code, early.json()["reason"]) == (501, "NOT_SUPPORTED")
+    assert (known.status_code, known.json()["reason"]) == (503, "SERVER_AWAY")

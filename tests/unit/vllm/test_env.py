@@ -198,3 +198,38 @@ def test_parameters_are_shared_where_that_is_asked_for(text: str, *, attachable:
 def test_a_wrong_switch_for_sharing_is_named() -> None:
     with pytest.raises(ValueError, match=r"WEIGHTSYNC_ATTACH is 'yes'; set it to 1 or 0"):
         EngineSettings.load({"WEIGHTSYNC_ATTACH": "yes"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://127.0.0.1:8551",
+        "http://localhost:8551/",
+        "http://[::1]:8551",
+        "https://gpu7.example:8551",
+        "",
+    ],
+)
+def test_where_the_server_is(text: str) -> None:
+    found = EngineSettings.load({"WEIGHTSYNC_HTTP": text, "WEIGHTSYNC_TLS_CA": "/ca.pem"})
+    assert (found.server_url, found.server_ca) == (text.rstrip("/"), "/ca.pem")
+    assert EngineSettings.load({}).server_url == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("127.0.0.1:8551", "set it to http://127.0.0.1:PORT or https://HOST:PORT"),
+        ("http://127.0.0.1", "set it to"),
+        ("https://host:port", "set it to"),
+        ("https://host:1/path", "set it to"),
+        ("https://host:1?a=b", "set it to"),
+        ("https://me:secret@host:1", "set it to"),
+        ("unix:/a.sock", "set it to"),
+        ("http://gpu7:8551", "tokens would go in plain text"),
+        ("http://10.0.0.1:8551", "tokens would go in plain text"),
+    ],
+)
+def test_where_no_server_can_be(text: str, wrong: str) -> None:
+    with pytest.raises(ValueError, match=f"WEIGHTSYNC_HTTP is .*{wrong}"):
+        EngineSettings.load({"WEIGHTSYNC_HTTP": text})

@@ -9,8 +9,8 @@ import numpy as np
 from weightsync.delta import apply_change, parse_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.box_spans import BoxSpan
+from weightsync.wire.notes import read_note
 from weightsync_server.workers.fetch.shard_tasks import look
-from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     import threading

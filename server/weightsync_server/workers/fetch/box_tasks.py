@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from weightsync.model.box_spans import BoxSpan
 from weightsync.model.digest import TensorDigester
+from weightsync.wire.notes import read_note
 from weightsync_server.workers.fetch.shard_tasks import look
-from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     import threading

@@ -11,9 +11,9 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.model.digest import DIGEST_BYTES
+from weightsync.wire.notes import noted
 from weightsync_server.store.objects.piece_digests import CacheOutcome
 from weightsync_server.workers.fetch.delta_summary import unpack_changes
-from weightsync_server.workers.runtime.notes import noted
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import ShardEntry
+from weightsync.wire import child_end, frames
 from weightsync_server.ops.os_errors import read_fault, write_fault
 from weightsync_server.store.objects.object_keys import is_location
 from weightsync_server.workers.fetch import checkpoint_tasks, shard_tasks
-from weightsync_server.workers.runtime import child_end, frames
 from weightsync_server.workers.runtime.mappings import MAX_MAPS, Maps
 
 if TYPE_CHECKING:

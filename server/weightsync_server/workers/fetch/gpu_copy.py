@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.gpu.ipc import DeviceError, device_of
+from weightsync.wire.notes import read_note
 from weightsync_server.workers.fetch.fetch_api import StridedPiece
 from weightsync_server.workers.fetch.shard_tasks import BrokenError, look
-from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

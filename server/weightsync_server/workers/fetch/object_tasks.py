@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import tensor_digest
+from weightsync.wire.notes import read_note
 from weightsync_server.store.objects.piece_digests import PieceDigests
 from weightsync_server.store.objects.shard_transfer import (
     download,
@@ -21,7 +22,6 @@ from weightsync_server.store.objects.shard_transfer import (
     upload,
 )
 from weightsync_server.workers.fetch.shard_tasks import look
-from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     import threading

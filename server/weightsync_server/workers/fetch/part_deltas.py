@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightsync.delta import DenseDelta, DenseTensor
+from weightsync.wire.notes import read_note
 from weightsync_server.workers.fetch.shard_tasks import look
-from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     import threading

@@ -10,14 +10,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire import frames
 from weightsync_server.ops.tasks import in_thread
-from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
 __all__ = ["ChildProcess", "Gone", "Program", "Unsent"]
@@ -45,17 +46,29 @@ class Program(NamedTuple):
     Attributes:
         name: What it is called, such as "fetcher".
         module: Its module, which is run with the number of its descriptor.
+        failed: Why it is refused what a process is needed for that does not start.
+        python: The interpreter; "": that of the server.
+        environment: Its variables; None: those of the server.
+        output: Where its standard output goes, as subprocess takes it.
     """
 
     name: str
     module: str
+    failed: Reason = Reason.FETCHER_FAILED
+    python: str = ""
+    environment: Mapping[str, str] | None = None
+    output: int = subprocess.DEVNULL
 
 
 def _spawn(program: Program, fd: int, spawned: list[subprocess.Popen[bytes]]) -> None:
-    command = [sys.executable, "-m", program.module, str(fd)]
+    command = [program.python or sys.executable, "-m", program.module, str(fd)]
     spawned.append(
         subprocess.Popen(
-            command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            command,
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            stdout=program.output,
+            env=program.environment,
         )
     )
 
@@ -130,6 +143,11 @@ class ChildProcess:
         """Process id."""
         return self._process.pid
 
+    @property
+    def exit_status(self) -> int | None:
+        """How it has ended, as subprocess tells it; None: it has not."""
+        return self._process.returncode
+
     @classmethod
     async def start(
         cls,
@@ -151,7 +169,7 @@ class ChildProcess:
                 is nonsense, and the child is killed.
 
         Raises:
-            WeightSyncError: FETCHER_FAILED, or what the child told that it lacks.
+            WeightSyncError: The program's `failed`, or what the child told that it lacks.
         """
         process, sock = await _spawned(program, executor)
         self = cls(program, process, sock, on_notice)
@@ -160,7 +178,9 @@ class ChildProcess:
                 await self._greet(facts)
         except BaseException as error:
             await self.close(executor)
-            if isinstance(error, (OSError, EOFError, ValueError, KeyError)):
+            if isinstance(error, EOFError):
+                raise _failed(program, "ended before it was ready") from error
+            if isinstance(error, (OSError, ValueError, KeyError)):
                 what = f"was not ready within {ready_timeout_s:g} s: {error!r}"
                 raise _failed(program, what) from error
             raise
@@ -170,7 +190,7 @@ class ChildProcess:
         self,
         document: dict[str, Any],
         fds: Sequence[int],
-        timeout_s: float,
+        timeout_s: float | None,
         cancelled: asyncio.Event | None = None,
     ) -> _Answer:
         """Ask and wait for the answer; a child that misses the deadline is killed.
@@ -178,7 +198,7 @@ class ChildProcess:
         Args:
             document: The task; an `id` is added.
             fds: Descriptors to send along; the caller closes its own.
-            timeout_s: Deadline in seconds.
+            timeout_s: Deadline in seconds; None: there is none.
             cancelled: Once set, the child is asked to stop; its answer is still waited for, so
                 that afterwards it touches neither segment nor file.
 
@@ -248,7 +268,10 @@ class ChildProcess:
         self._send({"op": "start", "parent": os.getpid(), **facts})
         self.ready, _ = await frames.read(reader)
         if "error" in self.ready:
-            raise WeightSyncError(Reason(self.ready["reason"]), self.ready["error"])
+            metadata = self.ready.get("metadata")
+            raise WeightSyncError(
+                Reason(self.ready["reason"]), self.ready["error"], metadata=metadata
+            )
         self._reading = asyncio.create_task(self._read(reader), name=f"{self._name}-{self.pid}")
 
     def _send(self, document: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -295,6 +318,6 @@ class ChildProcess:
 def _failed(program: Program, what: str) -> WeightSyncError:
     article = "an" if program.name[0] in "aeiou" else "a"
     return WeightSyncError(
-        Reason.FETCHER_FAILED,
+        program.failed,
         f"{article} {program.name} process {what}; see the server's log, then retry",
     )

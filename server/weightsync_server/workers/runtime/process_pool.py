@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 #: Starts in a row that may fail before it is told that there is no hope; tries go on.
 _MAX_FAILED_STARTS = 3
-_MAX_BACKOFF_S = 5.0
 #: A life that is shorter says no more for the next one than a failed start does.
 _SHORT_LIFE_S = 1.0
 
@@ -37,17 +36,28 @@ class ProcessPool:
     Args:
         program: What each runs.
         count: How many.
-        ready_timeout_s: Deadline of a start and of a sign of life, in seconds.
+        ready_timeout_s: Deadline of a start, and of a sign of life, in seconds.
         heartbeat_s: Seconds between two signs of life.
+        alive_timeout_s: Deadline of a sign of life where it is another than that of a start.
+        most_backoff_s: Longest wait between two starts of which the first failed, in seconds.
     """
 
     def __init__(
-        self, program: Program, count: int, *, ready_timeout_s: float, heartbeat_s: float
+        self,
+        program: Program,
+        count: int,
+        *,
+        ready_timeout_s: float,
+        heartbeat_s: float,
+        alive_timeout_s: float | None = None,
+        most_backoff_s: float = 5.0,
     ) -> None:
         self._program = program
         self._count = count
         self._ready_timeout_s = ready_timeout_s
         self._heartbeat_s = heartbeat_s
+        self._alive_timeout_s = alive_timeout_s or ready_timeout_s
+        self._most_backoff_s = most_backoff_s
         self._members: dict[ChildProcess, Heartbeat] = {}
         self._places: list[asyncio.Task[None]] = []
         self._executor: ThreadPoolExecutor | None = None
@@ -79,6 +89,9 @@ class ProcessPool:
     def _lost(self) -> None:
         """A child has gone and another is about to be started."""
 
+    def _not_started(self, error: WeightSyncError) -> None:
+        """A start has failed; it is tried again after a while."""
+
     def _hopeless(self, error: WeightSyncError) -> None:
         """No child lives and none can be started."""
 
@@ -102,9 +115,7 @@ class ProcessPool:
         """
         if not self._count:
             return
-        self._executor = ThreadPoolExecutor(
-            self._count, thread_name_prefix=f"{self._program.name}-spawn"
-        )
+        executor = self._make_threads()
         starting = [asyncio.create_task(self._begin(place)) for place in range(self._count)]
         try:
             await asyncio.gather(*starting)
@@ -113,14 +124,19 @@ class ProcessPool:
                 start.cancel()
             for outcome in await asyncio.gather(*starting, return_exceptions=True):
                 if isinstance(outcome, ChildProcess):
-                    await outcome.close(self._executor)
+                    await outcome.close(executor)
             await self.stop()
             raise
         for place, start in enumerate(starting):
             process = start.result()
             self._members[process] = self._tending(process)
-            keeping = self._keep(process, place)
-            self._places.append(asyncio.create_task(keeping, name=f"{self._program.name}-place"))
+            self._fill(place, process)
+
+    def start_later(self) -> None:
+        """Return at once; every process is started as one is that was lost."""
+        self._make_threads()
+        for place in range(self._count):
+            self._fill(place, None)
 
     async def stop(self) -> None:
         """End every process, TERM then KILL."""
@@ -134,6 +150,15 @@ class ProcessPool:
         return asyncio.gather(*(member.forget(segment_id) for member in self._members.values()))
 
     # Inside.
+
+    def _make_threads(self) -> ThreadPoolExecutor:
+        name = f"{self._program.name}-spawn"
+        self._executor = ThreadPoolExecutor(self._count, thread_name_prefix=name)
+        return self._executor
+
+    def _fill(self, place: int, first: ChildProcess | None) -> None:
+        keeping = self._keep(first, place)
+        self._places.append(asyncio.create_task(keeping, name=f"{self._program.name}-place"))
 
     @property
     def _running(self) -> bool:
@@ -154,31 +179,34 @@ class ProcessPool:
         )
 
     def _tending(self, process: ChildProcess) -> Heartbeat:
-        return Heartbeat(process, self._heartbeat_s, self._ready_timeout_s)
+        return Heartbeat(process, self._heartbeat_s, self._alive_timeout_s)
 
-    async def _keep(self, first: ChildProcess, place: int) -> None:
+    async def _keep(self, process: ChildProcess | None, place: int) -> None:
         """Keep one place filled, for ever."""
-        process, short = first, 0
+        short = 0
         loop = asyncio.get_running_loop()
         while True:
+            if process is None:
+                process = await self._refill(place)
+                self._members[process] = self._tending(process)
             begun = loop.time()
             await self._serve(process)
+            process = None
             short = short + 1 if loop.time() - begun < _SHORT_LIFE_S else 0
             self._lost()
-            await _wait(short - 1)
-            process = await self._refill(place)
-            self._members[process] = self._tending(process)
+            await self._wait(short - 1)
 
     async def _refill(self, place: int) -> ChildProcess:
         failed = 0
         while True:
-            await _wait(failed)
+            await self._wait(failed)
             try:
                 return await self._begin(place)
             except WeightSyncError as error:
                 failed += 1
                 name = self._program.name
-                logger.error("no %s in place of a lost one: %s", name, error)  # noqa: TRY400
+                logger.error("no %s could be started: %s", name, error)  # noqa: TRY400
+                self._not_started(error)
                 if failed >= _MAX_FAILED_STARTS and not self.alive:
                     self._hopeless(error)
 
@@ -218,8 +246,7 @@ class ProcessPool:
             self._executor.shutdown(wait=False)
             self._executor = None
 
-
-async def _wait(failures: int) -> None:
-    """Wait the longer, the more failures there were in a row; after none, not at all."""
-    if failures > 0:
-        await asyncio.sleep(min(0.1 * 2**failures, _MAX_BACKOFF_S))
+    async def _wait(self, failures: int) -> None:
+        """Wait the longer, the more failures there were in a row; after none, not at all."""
+        if failures > 0:
+            await asyncio.sleep(min(0.1 * 2 ** min(failures, 16), self._most_backoff_s))

@@ -16,6 +16,7 @@ READING |= {
     "ReadStaged",
     "GetStatus",
     "GetFleetStatus",
+    "GetTrainStatus",
     "Check",
     "Watch",
     "ServerReflectionInfo",
@@ -23,9 +24,11 @@ READING |= {
 
 
 LOOKING = {"ListVersions", "GetVersion", "WatchVersions"}
-ASKING = LOOKING | {"GetStatus", "GetFleetStatus", "Check", "Watch", "ServerReflectionInfo"}
+ASKING = LOOKING | {"GetStatus", "GetFleetStatus", "GetTrainStatus"}
+ASKING |= {"Check", "Watch", "ServerReflectionInfo"}
 APPLYING = ASKING | {"ApplyVersion", "Rollback", "VerifyVersion"}
 PUSHING = {"AcquireEpoch", "BeginPush", "PushWeights", "CommitPush", "AbortPush", "GetPush"}
+TRAINING = {"Attach", "WriteInPlace", "PullWeights", "Train", "Checkpoint", "CancelTrain"}
 #: What each role may call and no more, written down a second time as well.
 MAY_CALL = {
     Role.PUSH: ASKING | PUSHING,
@@ -34,7 +37,7 @@ MAY_CALL = {
     Role.FOLLOW: LOOKING | {"PullWeights"},
     Role.MEMBER: {"Join", "ReadStaged"},
     Role.FLEET: APPLYING | {"AbortFleetApply"},
-    Role.TRAIN: ASKING | PUSHING - {"AcquireEpoch"} | {"Attach", "WriteInPlace"},
+    Role.TRAIN: ASKING | PUSHING - {"AcquireEpoch"} | TRAINING,
     Role.ADMIN: {method.name for method in METHODS.values()},
 }
 
@@ -102,11 +105,11 @@ def test_reserved_fields_exist(path: str) -> None:
 
 def test_methods_that_change_state_answer_once() -> None:
     # The audit line takes the version from the answer; a node that joins is no matter of one, and
-    # a transaction has a line in the log when it is over.
+    # a transaction, as a job makes them, has a line in the log when it is over.
     every = {**METHODS, **DEBUG_METHODS}
     changing = [every[path] for path, rule in RULES.items() if rule.changes]
     streaming = [method.name for method in changing if method.server_streaming]
-    assert sorted(streaming) == ["Join", "WriteInPlace"]
+    assert sorted(streaming) == ["Join", "Train", "WriteInPlace"]
 
 
 def test_failpoints_are_for_admins() -> None:

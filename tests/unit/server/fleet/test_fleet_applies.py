@@ -19,7 +19,7 @@ from weightsync_server.fleet.fleet_records import encode_plan, encode_verdict
 
 if TYPE_CHECKING:
     from tests.support.fleet_tasks import Fleet
-    from weightsync_server.fleet.coordinator import Progress
+    from weightsync_server.fleet.coordinator import FleetProgress
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", Kind)
 async def test_an_apply_is_live_on_every_member(fleet: Fleet, kind: Kind) -> None:
     await fleet.start("a", "b", "c")
-    seen: list[Progress] = []
+    seen: list[FleetProgress] = []
     coordinator = fleet.coordinator(on_progress=seen.append)
     for number in (2, 3):
         outcome = await coordinator.apply(version(number), kind)

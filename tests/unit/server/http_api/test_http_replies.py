@@ -41,3 +41,15 @@ def test_when_to_come_again(seconds: float, written: str) -> None:
 def test_who_proves_nothing_is_asked_for_a_token() -> None:
     reply = refusal(WeightSyncError(Reason.UNAUTHENTICATED, "x"))
     assert (reply.status, dict(reply.headers)) == (401, {"WWW-Authenticate": "Bearer"})
+
+
+def test_what_a_trainer_s_class_has_raised_is_shown() -> None:
+    facts = {"traceback": "Traceback ...", "version": "7", "address": "not for them"}
+    reply = refusal(WeightSyncError(Reason.TRAINER_FAILED, "x", metadata=facts))
+    assert reply.status == 409
+    assert json.loads(reply.body) == {
+        "error": "x",
+        "reason": "TRAINER_FAILED",
+        "traceback": "Traceback ...",
+        "version": "7",
+    }

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from weightsync.wire import frames
 from weightsync_server.ingest.connection import Connection
 from weightsync_server.ingest.stream_listener import StreamListener
-from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,9 +9,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire import frames
 from weightsync_server.auth.caller import RejectedCall
 from weightsync_server.ingest.notices import Notices
-from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -15,9 +15,9 @@ from tests.unit.server.push.remote import DistantPushes
 from tests.unit.server.world import World, begin, chunk, content, sending, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire import frames
 from weightsync_server.ingest.relay import Relay
 from weightsync_server.push import ChunkView, Claim, PushService, RemoteStream, Written
-from weightsync_server.workers.runtime import frames
 from weightsync_server.workers.runtime.mappings import Maps
 
 if TYPE_CHECKING:

@@ -2,17 +2,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.certificates import Authority
 from weightsync_server.ops import http_endpoint as module
 from weightsync_server.ops.http_endpoint import HttpEndpoint, HttpReply, HttpRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 _MOST = 1000
+
+
+class _Parts:
+    """A stream to order."""
+
+    def __init__(self) -> None:
+        self.parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.closed = asyncio.Event()
+
+    def __aiter__(self) -> _Parts:
+        return self
+
+    async def __anext__(self) -> bytes:
+        part = await self.parts.get()
+        if part is None:
+            raise StopAsyncIteration
+        return part
+
+    async def aclose(self) -> None:
+        self.closed.set()
 
 
 class _Site:
@@ -23,13 +46,16 @@ class _Site:
         self.asked: asyncio.Queue[HttpRequest] = asyncio.Queue()
         self.wait = asyncio.Event()
         self.wait.set()
-        self.endpoint = HttpEndpoint(self._answer, "127.0.0.1", 0, name="test", max_body=_MOST)
+        self.stream: _Parts | None = None
+        self.endpoint = HttpEndpoint(
+            self._answer, "127.0.0.1", 0, name="test", max_body=lambda _: _MOST
+        )
 
     async def _answer(self, request: HttpRequest) -> HttpReply:
         self.requests.append(request)
         self.asked.put_nowait(request)
         await self.wait.wait()
-        return HttpReply(200, request.body + b"!", headers=(("X-Here", "yes"),))
+        return HttpReply(200, request.body + b"!", headers=(("X-Here", "yes"),), stream=self.stream)
 
     async def ask(self, *parts: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.endpoint.port)
@@ -155,3 +181,88 @@ async def test_a_drain_ends_what_takes_too_long(site: _Site) -> None:
     await site.endpoint.drain(0.05)
     with contextlib.suppress(ConnectionError):
         assert await asking == b""
+
+
+_ASK = b"POST / HTTP/1.1\r\n\r\n"
+
+
+async def test_a_stream_goes_part_by_part(site: _Site) -> None:
+    site.stream = stream = _Parts()
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.endpoint.port)
+    writer.write(_ASK)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"\r\nTransfer-Encoding: chunked\r\n" in head
+    assert b"Content-Length" not in head
+    stream.parts.put_nowait(b"first")
+    assert await reader.readexactly(10) == b"5\r\nfirst\r\n"
+    stream.parts.put_nowait(b"")
+    stream.parts.put_nowait(b"x" * 17)
+    stream.parts.put_nowait(None)
+    assert await reader.read() == b"11\r\n" + b"x" * 17 + b"\r\n0\r\n\r\n"
+    await asyncio.wait_for(stream.closed.wait(), 20)
+    writer.close()
+
+
+async def test_a_stream_whose_reader_leaves_is_closed(site: _Site) -> None:
+    site.stream = stream = _Parts()
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.endpoint.port)
+    # What comes after the request means nothing, and is no end.
+    writer.write(_ASK + b"GET / HTTP/1.1\r\n\r\n")
+    stream.parts.put_nowait(b"first")
+    await reader.readuntil(b"first\r\n")
+    assert not stream.closed.is_set()
+    writer.close()
+    await asyncio.wait_for(stream.closed.wait(), 20)
+
+
+async def test_a_stream_that_nobody_reads_is_closed(
+    site: _Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REQUEST_S", 0.3)
+    site.stream = stream = _Parts()
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.endpoint.port)
+    writer.write(_ASK)
+    await reader.readuntil(b"\r\n\r\n")
+    writer.transport.pause_reading()  # type: ignore[attr-defined]  # of a socket
+    for _ in range(64):
+        stream.parts.put_nowait(b"x" * (1 << 20))
+    await asyncio.wait_for(stream.closed.wait(), 20)
+    writer.transport.abort()
+
+
+async def test_a_drain_ends_a_stream(site: _Site) -> None:
+    site.stream = stream = _Parts()
+    asking = asyncio.ensure_future(site.ask(_ASK))
+    await site.asked.get()
+    stream.parts.put_nowait(b"first")
+    await site.endpoint.drain(0.2)
+    assert stream.closed.is_set()
+    with contextlib.suppress(ConnectionError):
+        assert not (await asking).endswith(b"0\r\n\r\n"), "an end that is none"
+
+
+async def test_a_head_has_no_stream(site: _Site) -> None:
+    site.stream = stream = _Parts()
+    answer = await site.ask(b"HEAD / HTTP/1.1\r\n\r\n")
+    assert answer.endswith(b"\r\n\r\n")
+    assert stream.closed.is_set()
+
+
+async def test_a_stream_over_tls(site: _Site, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("server", "localhost")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pair.certificate, pair.key)
+    site.stream = stream = _Parts()
+    endpoint = HttpEndpoint(site._answer, "127.0.0.1", 0, name="tls", tls=context)
+    trusting = ssl.create_default_context(cafile=authority.ca)
+    reader, writer = await asyncio.open_connection("localhost", endpoint.port, ssl=trusting)
+    writer.write(_ASK)
+    for _ in range(3):
+        stream.parts.put_nowait(b"x")
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"1\r\nx\r\n")
+    stream.parts.put_nowait(None)
+    assert await reader.read() == b"0\r\n\r\n"
+    writer.close()
+    await endpoint.drain(5)

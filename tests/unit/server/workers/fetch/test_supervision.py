@@ -19,9 +19,10 @@ import pytest
 
 from tests.support.processes import descriptors, names, open_files, state
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire import frames
 from weightsync_server.workers.fetch import fetch_pool as pools
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
-from weightsync_server.workers.runtime import frames, process_pool
+from weightsync_server.workers.runtime import process_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -325,7 +326,7 @@ def test_a_fetcher_ends_with_its_socket() -> None:
 
 _PARENT = """
 import asyncio
-from weightsync_server.workers.runtime import frames
+from weightsync.wire import frames
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 
 async def main():

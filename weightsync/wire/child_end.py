@@ -9,7 +9,7 @@ import socket
 import sys
 from typing import Any
 
-from weightsync_server.workers.runtime import frames
+from weightsync.wire import frames
 
 __all__ = ["begin", "connect"]
 

@@ -1,0 +1,174 @@
+"""Commands about the trainer that a server supervises: train, its status and end, checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_text
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from weightsync.errors import Reason
+from weightsync_client import train_types as types
+from weightsync_client.cli import render
+from weightsync_client.cli.cli_options import Address, Json, Model, connect
+from weightsync_client.cli.interrupts import explain_interrupt
+from weightsync_client.errors import ClientError, refuse
+from weightsync_client.options import DEFAULT_ADDRESS
+
+__all__ = ["checkpoint", "train"]
+
+_CANCELLED = "the job is cancelled: what it had committed stays, what it had not is taken back"
+
+train = typer.Typer(
+    name="train",
+    help="Gives the trainer that the server supervises a job, and prints what it comes to. An "
+    "interrupt cancels the job.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+
+
+@train.callback()
+def run(
+    context: typer.Context,
+    *,
+    request: Annotated[
+        str | None,
+        typer.Option(help="What the trainer's class is given: a JSON object; -: read from stdin."),
+    ] = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    json: Json = False,
+) -> None:
+    """Give the trainer a job, and print what it comes to; --json prints a line each."""
+    if context.invoked_subcommand is not None:
+        if request is not None:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"--request begins a job, and `train {context.invoked_subcommand}` takes none; "
+                "leave one of them out",
+            )
+        return
+    asked = _request(request)
+    with (
+        explain_interrupt(_CANCELLED),
+        _showing_traceback(),
+        connect(address, model) as client,
+        contextlib.closing(client.train(asked)) as job,
+    ):
+        for progress in job:
+            render.show_json(progress, lines=True) if json else _show_progress(progress)
+
+
+@train.command()
+def status(*, address: Address = DEFAULT_ADDRESS, model: Model = None, json: Json = False) -> None:
+    """Tell what the trainer does, and which jobs wait."""
+    with connect(address, model) as client:
+        found = client.train_status()
+    render.show_json(found) if json else _show_status(found)
+
+
+@train.command()
+def cancel(
+    job_id: Annotated[str, typer.Argument(help="From `weightsync train status`.")],
+    *,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+) -> None:
+    """End a job that waits or runs. What it has committed stays, what it has not is taken back."""
+    with connect(address, model) as client:
+        client.cancel_train(job_id)
+    typer.echo(f"job {job_id} is cancelled")
+
+
+def checkpoint(
+    folder: Annotated[
+        str, typer.Argument(help="Name of a new folder below the server's --checkpoint-dir.")
+    ] = "",
+    *,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    json: Json = False,
+) -> None:
+    """Make the live version durable, with the trainer's state, and a folder that vLLM can load."""
+    with connect(address, model) as client:
+        result = client.checkpoint(folder)
+    if json:
+        render.show_json(result)
+        return
+    where = f"; on the server's host it lies in {result.path}" if result.path else ""
+    typer.echo(f"version {result.version} is durable{where}")
+
+
+@contextlib.contextmanager
+def _showing_traceback() -> Iterator[None]:
+    try:
+        yield
+    except ClientError as error:
+        if traceback := error.metadata.get("traceback"):
+            typer.echo(traceback.rstrip(), err=True)
+        raise
+
+
+def _request(text: str | None) -> dict[str, Any]:
+    if text is None:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            "a job needs a request: give --request with a JSON object, {} where the trainer needs "
+            "none, or --request - to read one from stdin",
+        )
+    try:
+        found = json_text.loads(sys.stdin.read() if text == "-" else text)
+    except (ValueError, RecursionError) as error:
+        raise refuse(Reason.REQUEST_INVALID, f"--request is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise refuse(Reason.REQUEST_INVALID, "--request must be a JSON object, such as {}")
+    return found
+
+
+def _show_progress(one: types.TrainProgress) -> None:
+    match one.event:
+        case types.TrainEvent.QUEUED:
+            line = f"job {one.job_id} waits, {one.ahead} before it"
+        case types.TrainEvent.STARTED:
+            state = _state(one.state_version)
+            line = f"job {one.job_id} runs, on version {one.version}; optimizer: {state}"
+        case types.TrainEvent.STEP:
+            line = f"step {one.step}{_facts(one)}"
+        case types.TrainEvent.FINISHED:
+            line = (
+                f"job {one.job_id} has ended: {one.step} steps in {one.duration_s:.1f} s, "
+                f"version {one.version} is live"
+            )
+        case _:
+            return
+    typer.echo(line)
+
+
+def _facts(one: types.TrainProgress) -> str:
+    loss = "" if one.loss is None else f", loss {one.loss:.6g}"
+    tokens = "" if one.tokens is None else f", {one.tokens} tokens"
+    return loss + tokens + (f", version {one.version} is live" if one.version else "")
+
+
+def _show_status(found: types.TrainStatus) -> None:
+    reason = f" ({found.reason})" if found.reason else ""
+    process = f", process {found.pid}" if found.pid else ""
+    again = f", started again {found.restarts} times" if found.restarts else ""
+    typer.echo(f"trainer {found.state}{reason}{process}{again}")
+    typer.echo(f"  optimizer: {_state(found.state_version)}")
+    if found.running_job_id:
+        typer.echo(f"  job {found.running_job_id} runs, {found.running_steps} steps done")
+    for job_id in found.queued_job_ids:
+        typer.echo(f"  job {job_id} waits")
+    typer.echo(
+        f"  since the server started: {found.finished} ended well, {found.failed} failed, "
+        f"{found.cancelled} cancelled"
+    )
+
+
+def _state(version: int) -> str:
+    return f"as of version {version}" if version else "begun anew"

@@ -1,0 +1,81 @@
+"""What is said of a class of the user that raised."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from weightsync.errors import Reason, WeightSyncError
+
+__all__ = ["UserClassError", "failure_of", "users_code"]
+
+logger = logging.getLogger(__name__)
+
+#: Bytes; a status has to fit into 8 KiB of trailers, where a text may take thrice its size.
+_SENTENCE, _TRACEBACK = 400, 2400
+
+
+class UserClassError(Exception):
+    """A method of the user's class raised.
+
+    Args:
+        doing: Which.
+        error: What it raised.
+        remedy: What helps, as the end of a sentence.
+
+    Attributes:
+        answer: What the server is told.
+    """
+
+    def __init__(self, doing: str, error: BaseException, remedy: str = "") -> None:
+        super().__init__(doing)
+        self.answer = failure_of(error, f"{doing} of the trainer's class raised")
+        self.answer["error"] += remedy
+
+
+@contextlib.contextmanager
+def users_code(doing: str) -> Iterator[None]:
+    """Have what the user's class raises be told, whatever it is.
+
+    Args:
+        doing: Which method runs in the block.
+
+    Raises:
+        UserClassError: It raised.
+    """
+    try:
+        yield
+    except UserClassError:
+        raise
+    except BaseException as error:  # also SystemExit, which is no end of the trainer
+        logger.exception("%s of the trainer's class raised", doing)
+        raise UserClassError(doing, error) from error
+
+
+def failure_of(error: BaseException, sentence: str) -> dict[str, Any]:
+    """Return reason, sentence and facts for the server.
+
+    Args:
+        error: What was raised.
+        sentence: What comes before it.
+    """
+    what = f"{type(error).__name__}: {error}".strip(": ")
+    trace = "".join(traceback.format_exception(error)).encode(errors="replace")
+    metadata = {"traceback": trace[-_TRACEBACK:].decode(errors="ignore")}
+    if isinstance(error, WeightSyncError):
+        metadata["cause"] = error.reason.value
+    return {
+        "reason": Reason.TRAINER_FAILED.value,
+        "error": f"{sentence} {_cut(what)}",
+        "metadata": metadata,
+    }
+
+
+def _cut(text: str) -> str:
+    data = text.encode(errors="backslashreplace")
+    if len(data) <= _SENTENCE:
+        return data.decode()
+    return data[: _SENTENCE - 3].decode(errors="ignore") + "..."

@@ -1,0 +1,163 @@
+"""Runs the user's class: gets it ready, gives it jobs, saves and loads what it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason
+from weightsync_client.trainer.failure import UserClassError, users_code
+from weightsync_client.trainer.synced_folder import sync_folder
+from weightsync_client.trainer.trainer_class import Progress
+
+if TYPE_CHECKING:
+    import threading
+
+    from weightsync_client.attach import Attached
+
+__all__ = ["JobRunner", "TrainOrder"]
+
+
+@dataclass(frozen=True)
+class TrainOrder:
+    """What the server says of a job.
+
+    Attributes:
+        job: Its id.
+        version: The live version.
+        content_digest: Of that.
+        state: keep, load or reset.
+        folder: load: from where.
+        saving: What the names of folders begin with in which states are saved.
+    """
+
+    job: str
+    version: int
+    content_digest: str
+    state: str
+    folder: str
+    saving: str
+
+
+class JobRunner:
+    """Has one instance of the user's class at a time. Every method belongs to the main thread.
+
+    Args:
+        kind: The class.
+        attached: The live parameters.
+        tell: Sends the server a notice.
+    """
+
+    def __init__(
+        self, kind: Any, attached: Attached, tell: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._kind = kind
+        self._attached = attached
+        self._tell = tell
+        self._trainer: Any = None
+
+    @property
+    def loads(self) -> bool:
+        """Whether the class can load a state."""
+        return hasattr(self._kind, "load_state")
+
+    def reset(self) -> None:
+        """Have a new instance.
+
+        Raises:
+            UserClassError: There is none.
+        """
+        # Memory of the one before is free for the next.
+        self._trainer = None
+        with users_code("setup"):
+            trainer = self._kind()
+            trainer.setup(self._attached)
+        self._trainer = trainer
+
+    def train(
+        self, order: TrainOrder, request: Mapping[str, Any], cancelled: threading.Event
+    ) -> dict[str, Any]:
+        """Do a job and return what the server is answered."""
+        began = time.perf_counter()
+        attached = self._attached
+        # An apply may have come in between; what it wrote lies in the same memory.
+        attached.version, attached.content_digest = order.version, order.content_digest
+        answer: dict[str, Any] = {}
+        try:
+            self._get_ready(order)
+            self._tell({"op": "started", "version": order.version})
+            with users_code("train"):
+                self._do(order, request, cancelled)
+        except UserClassError as error:
+            answer = error.answer
+        if cancelled.is_set():
+            answer = {"reason": Reason.CANCELLED.value, "error": "it was cancelled"}
+        committed = attached.version if attached.version != order.version else 0
+        seconds = time.perf_counter() - began
+        return answer | {"version": attached.version, "committed": committed, "seconds": seconds}
+
+    def _get_ready(self, order: TrainOrder) -> None:
+        if self._trainer is None or order.state == "reset":
+            self.reset()
+        if order.state == "load":
+            with users_code("load_state"):
+                self._trainer.load_state(Path(order.folder))
+
+    def _do(
+        self, order: TrainOrder, request: Mapping[str, Any], cancelled: threading.Event
+    ) -> None:
+        saved = order.version
+        steps = iter(self._trainer.train(request, cancelled))
+        with contextlib.ExitStack() as stack:
+            if close := getattr(steps, "close", None):
+                # In the middle of a transaction this takes it back.
+                stack.callback(close)
+            for progress in steps:
+                saved = self._step(order, progress, saved)
+                if cancelled.is_set():
+                    return
+        self._save(order, saved)
+
+    def _step(self, order: TrainOrder, progress: Any, saved: int) -> int:
+        if not isinstance(progress, Progress):
+            msg = f"train yields {type(progress).__name__}; it must be Progress"
+            raise TypeError(msg)
+        step = {
+            "op": "step",
+            "step": _count("step", progress.step),
+            "loss": None if progress.loss is None else float(progress.loss),
+            "tokens": None if progress.tokens is None else _count("tokens", progress.tokens),
+        }
+        now = self._save(order, saved)
+        self._tell({**step, "version": now if now != saved else 0})
+        return now
+
+    def _save(self, order: TrainOrder, saved: int) -> int:
+        """Save the state where another version is live than the one that it was saved with."""
+        live = self._attached.version
+        if live == saved or not hasattr(self._trainer, "save_state"):
+            return live
+        folder = Path(f"{order.saving}{live}")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(0o750)
+        with users_code("save_state"):
+            self._trainer.save_state(folder)
+        if any(folder.iterdir()):
+            sync_folder(folder)
+            self._tell({"op": "saved", "version": live})
+        else:
+            folder.rmdir()
+        return live
+
+
+def _count(name: str, value: Any) -> int:
+    number = int(value)
+    if not 0 <= number < 1 << 63:
+        msg = f"{name} of a Progress is {number}; it counts from 0"
+        raise ValueError(msg)
+    return number

@@ -1,0 +1,174 @@
+"""The trainer's process: attaches, and does what the server asks until that is gone."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import queue
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsync import __version__
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire import child_end, frames
+from weightsync.wire.notes import read_note
+from weightsync_client.access import Access
+from weightsync_client.client import Client
+from weightsync_client.trainer.checkpoint_files import write_checkpoint
+from weightsync_client.trainer.class_import import import_class
+from weightsync_client.trainer.failure import UserClassError, failure_of
+from weightsync_client.trainer.job_runner import JobRunner, TrainOrder
+
+if TYPE_CHECKING:
+    import socket
+
+    from weightsync_client.attach import Attached
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+#: How often it is looked whether the engine is still the one that it has attached to, seconds.
+_CHECK_S = 2.0
+_IMPORT_REMEDY = (
+    "; name it with --trainer module:Class, and put the module where --trainer-python looks, such "
+    "as the folder in which the server was started, or PYTHONPATH"
+)
+
+
+class _TrainerProcess:
+    """The main thread runs the user's class; another one reads, so that it is never held up.
+
+    Args:
+        sock: To the server.
+        start: What that has told.
+    """
+
+    def __init__(self, sock: socket.socket, start: dict[str, Any]) -> None:
+        self._sock = sock
+        self._start = start
+        self._send_lock = threading.Lock()
+        self._requests: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._stops: dict[int, threading.Event] = {}
+
+    def run(self) -> None:
+        """Attach, get ready, say so, then do one request after the other.
+
+        Raises:
+            EOFError: The server is gone.
+        """
+        start = self._start
+        if start["release"] != __version__:
+            self._send({"op": "failed", **_other_release(start["release"])})
+            return
+        with Client(start["address"], model=start["model"], access=Access()) as client:
+            try:
+                kind = _imported(start["trainer"])
+                attached = client.attach(start["engine"])
+                runner = JobRunner(kind, attached, self._send)
+                runner.reset()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the server is told
+                self._send({"op": "failed", **_facts_of(error)})
+                return
+            self._send({"op": "ready", "loads": runner.loads, "version": attached.version})
+            threading.Thread(target=self._read, name="from the server", daemon=True).start()
+            while True:
+                self._serve(client, attached, runner)
+
+    def _serve(self, client: Client, attached: Attached, runner: JobRunner) -> None:
+        try:
+            request = self._requests.get(timeout=_CHECK_S)
+        except queue.Empty:
+            self._check(attached)
+            return
+        self._check(attached)
+        task = request["id"]
+        if request["op"] == "train":
+            order = TrainOrder(**request["order"])
+            answer = runner.train(order, request["request"], self._stops[task])
+        else:
+            answer = _write(client, attached, request)
+        self._stops.pop(task, None)
+        self._send(answer | {"id": task})
+
+    def _check(self, attached: Attached) -> None:
+        """End where the engine has another memory by now: the server starts a new process."""
+        try:
+            attached.check()
+        except WeightSyncError as error:
+            self._send({"op": "leaving", "why": error.message})
+            os._exit(0)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                request, fds = frames.receive(self._sock)
+                if request["op"] == "cancel":
+                    if stop := self._stops.get(request["task"]):
+                        stop.set()
+                elif request["op"] == "tend":
+                    self._send({"id": request["id"]})
+                else:
+                    for fd in fds:
+                        request |= read_note(fd)
+                        os.close(fd)
+                    self._stops[request["id"]] = threading.Event()
+                    self._requests.put(request)
+        except (EOFError, OSError):
+            # At once, also in the middle of a job: the server that comes next has its own.
+            os._exit(0)
+
+    def _send(self, document: dict[str, Any]) -> None:
+        with self._send_lock:
+            self._sock.sendall(frames.encode(document))
+
+
+def _imported(named: str) -> Any:
+    try:
+        return import_class(named)
+    except Exception as error:
+        logger.exception("--trainer %s cannot be imported", named)
+        raise UserClassError("the import", error, _IMPORT_REMEDY) from error
+
+
+def _other_release(servers: str) -> dict[str, Any]:
+    return {
+        "reason": Reason.TRAINER_AWAY.value,
+        "error": f"--trainer-python has weightsync {__version__} and the server {servers}; install "
+        "the same release for both",
+    }
+
+
+def _facts_of(error: Exception) -> dict[str, Any]:
+    """Return reason, sentence and facts for the server."""
+    if isinstance(error, UserClassError):
+        return error.answer
+    if isinstance(error, WeightSyncError):
+        return {"reason": error.reason.value, "error": error.message}
+    logger.error("the trainer does not start", exc_info=error)
+    return failure_of(error, "the start of the trainer raised")
+
+
+def _write(client: Client, attached: Attached, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        write_checkpoint(client, attached, request["version"], Path(request["target"]))
+    except WeightSyncError as error:
+        return _facts_of(error)
+    return {}
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the only argument until the server is gone."""
+    sock = child_end.connect()
+    # Tells where a library has crashed.
+    faulthandler.enable()
+    try:
+        start = child_end.begin(sock)
+        logging.basicConfig(
+            level=start["log_level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
+        _TrainerProcess(sock, start).run()
+    except (EOFError, ConnectionError):
+        os._exit(0)

@@ -1,0 +1,298 @@
+"""The trainer's process: started when the engine serves, given one job at a time, replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from weightsync import __version__
+from weightsync.errors import Reason
+from weightsync.v1 import train_pb2 as pb
+from weightsync.wire.notes import noted
+from weightsync_server.train.job_queue import JobQueue
+from weightsync_server.train.optimizer_state import LOAD, OptimizerState
+from weightsync_server.train.train_environment import trainer_environment
+from weightsync_server.train.train_metrics import JOB_OUTCOMES
+from weightsync_server.train.trainer_errors import away, ending, refusal_of
+from weightsync_server.workers.runtime.child_process import Gone, Program
+from weightsync_server.workers.runtime.process_pool import ProcessPool
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping, Sequence
+    from pathlib import Path
+
+    from weightsync.errors import WeightSyncError
+    from weightsync_server.train.state_folders import StateFolders
+    from weightsync_server.train.train_job import TrainJob
+    from weightsync_server.train.train_metrics import TrainMetrics
+    from weightsync_server.train.train_options import TrainOptions
+    from weightsync_server.train.trained_engine import TrainedEngine
+    from weightsync_server.workers.runtime.child_process import ChildProcess
+
+__all__ = ["TrainerPool"]
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "weightsync_client.trainer"
+_HEARTBEAT_S = 5.0
+#: What cannot be imported may be mended; each try costs an import of PyTorch.
+_MOST_BACKOFF_S = 60.0
+#: Trainers that a job may cost before its own code has begun.
+_MOST_ATTEMPTS = 3
+#: Longest time to write a folder, seconds.
+_FOLDER_S = 3600.0
+#: Output of the user's class, beside the log.
+_STDERR = 2
+
+
+class TrainerPool(ProcessPool):
+    """Keeps the one trainer running, and has it do the jobs of a queue.
+
+    Args:
+        options: Which trainer.
+        engine: In whose memory it works.
+        folders: The states of its optimizer.
+        metrics: Where jobs and restarts are counted.
+
+    Attributes:
+        queue: Jobs that wait.
+        turn: Who has it has the trainer.
+        running: The job that it does; None: none.
+        state: Of its optimizer.
+        restarts: Times that it was started again.
+        reason: Why it is not ready, or why its last process ended; "": nothing is wrong.
+        hopeless: Why none can be started; None: it is not tried yet, or one was.
+        counts: Jobs that have ended, by outcome.
+    """
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        engine: TrainedEngine,
+        folders: StateFolders,
+        metrics: TrainMetrics,
+    ) -> None:
+        python = str(options.python or "")
+        program = Program(
+            "trainer",
+            _MODULE,
+            Reason.TRAINER_AWAY,
+            python,
+            trainer_environment(os.environ),
+            _STDERR,
+        )
+        super().__init__(
+            program,
+            1,
+            ready_timeout_s=options.start_timeout_s,
+            heartbeat_s=min(_HEARTBEAT_S, options.silence_s / 3),
+            alive_timeout_s=options.silence_s,
+            most_backoff_s=_MOST_BACKOFF_S,
+        )
+        self._options = options
+        self._engine = engine
+        self._folders = folders
+        self._metrics = metrics
+        self.queue = JobQueue(options.queue)
+        self.turn = asyncio.Lock()
+        self.running: TrainJob | None = None
+        self.state = OptimizerState()
+        self.restarts = 0
+        self.reason = ""
+        self.hopeless: WeightSyncError | None = None
+        self.counts = dict.fromkeys(JOB_OUTCOMES, 0)
+        #: A start has failed, and the next one is waited for.
+        self._waits = False
+        #: Why the process says that it ends.
+        self._leaving = ""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def standing(self) -> pb.TrainerState.ValueType:
+        """Where the trainer stands."""
+        if not self.alive:
+            return pb.TRAINER_STATE_AWAY if self._waits else pb.TRAINER_STATE_STARTING
+        return pb.TRAINER_STATE_TRAINING if self.running else pb.TRAINER_STATE_READY
+
+    async def finish(self, grace_s: float) -> None:
+        """Wait until no job runs, or for so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+
+    async def write_folder(self, version: int, target: Path) -> None:
+        """Have the trainer write a version as a folder, which appears whole and durable.
+
+        Args:
+            version: Its number.
+            target: The folder, which is not there.
+
+        Raises:
+            WeightSyncError: TRAINER_AWAY, or why it cannot be written.
+        """
+        process = next(iter(self._members), None)
+        if process is None:
+            raise away(self.reason or "it is being started")
+        request = {"op": "checkpoint", "version": version, "target": str(target)}
+        try:
+            answer, _ = await process.call(request, (), _FOLDER_S)
+        except Gone:
+            raise away("its process ended while it wrote the folder") from None
+        if "error" in answer:
+            raise refusal_of(answer)
+
+    def end_job(self, job: TrainJob, error: WeightSyncError | None) -> None:
+        """Take note of the end of a job."""
+        outcome = job.end(error)
+        self.counts[outcome] += 1
+        self._metrics.count_job(outcome)
+        logger.info("job %s %s%s", job.id, outcome, f": {error.message}" if error else "")
+
+    # Of the process.
+
+    async def _begin(self, place: int) -> ChildProcess:
+        await self._engine.wait_serving()
+        self._waits = False
+        process = await super()._begin(place)
+        self.hopeless = None
+        logger.info("trainer %d has the memory of the engine", process.pid)
+        return process
+
+    def _facts(self, place: int) -> Mapping[str, Any]:
+        del place
+        options = self._options
+        return {
+            "trainer": options.trainer,
+            "address": options.address,
+            "model": options.model,
+            "engine": options.engine,
+            "log_level": options.log_level,
+            "release": __version__,
+        }
+
+    def _lanes(self, process: ChildProcess) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._work(process)]
+
+    def _not_started(self, error: WeightSyncError) -> None:
+        self.reason, self._waits = error.message, True
+
+    def _hopeless(self, error: WeightSyncError) -> None:
+        self.hopeless = away(error.message, error.metadata)
+        for job in self.queue.clear():
+            self.end_job(job, self.hopeless)
+
+    def _lost(self) -> None:
+        self.restarts += 1
+        self._metrics.count_restart()
+
+    async def _left(self, process: ChildProcess) -> None:
+        self.reason = f"trainer {process.pid} {self._leaving or ending(process.exit_status)}"
+        self._leaving = ""
+        logger.warning("%s", self.reason)
+        self.state = OptimizerState()
+        job = self.running
+        await self._folders.settle()
+        if job is None:
+            return
+        self._put_down()
+        if job.begun or job.cancelled.is_set() or job.attempts >= _MOST_ATTEMPTS:
+            self.end_job(job, away(self.reason))
+        else:
+            self.queue.put_back(job)
+
+    def _heard(self, notice: dict[str, Any]) -> None:
+        op, job = notice.get("op"), self.running
+        if op == "leaving":
+            self._leaving = f"begins anew: {notice['why']}"
+        elif op == "saved":
+            self._folders.keep(int(notice["version"]))
+        elif op == "started" and job is not None:
+            self._started(job, int(notice["version"]))
+        elif op == "step" and job is not None:
+            _step(job, notice)
+        else:
+            super()._heard(notice)
+
+    # Of its jobs.
+
+    async def _work(self, process: ChildProcess) -> None:
+        self.state = OptimizerState(live=int(process.ready["version"]))
+        while True:
+            await self.queue.filled()
+            async with self.turn:
+                # What is live is to be known.
+                await self._engine.wait_serving()
+                job = self.queue.take()
+                if job is not None:
+                    await self._do(process, job)
+
+    async def _do(self, process: ChildProcess, job: TrainJob) -> None:
+        self.running = job
+        self._idle.clear()
+        job.attempts += 1
+        live = self._engine.live
+        plan = self.state.plan(live.version, self._folders.find(live.version))
+        if plan.action == LOAD and not process.ready["loads"]:
+            plan = self.state.plan(live.version, None)
+        self.state.begin(plan)
+        order = {
+            "job": job.id,
+            "version": live.version,
+            "content_digest": live.content_digest,
+            "state": plan.action,
+            "folder": plan.folder,
+            "saving": self._folders.saving,
+        }
+        request = {"op": "train", "order": order}
+        loop = asyncio.get_running_loop()
+        with noted({"request": job.request}) as fd:
+            try:
+                async with asyncio.timeout(None) as limit:
+                    job.on_cancel = lambda: limit.reschedule(loop.time() + self._options.grace_s)
+                    answer, _ = await process.call(request, [fd], None, job.cancelled)
+            except TimeoutError:
+                logger.warning("job %s does not end: trainer %d is ended", job.id, process.pid)
+                raise Gone from None
+            finally:
+                job.on_cancel = lambda: None
+        await self._folders.settle()
+        self._answered(job, answer)
+        self._put_down()
+
+    def _put_down(self) -> None:
+        self.running = None
+        self._idle.set()
+
+    def _answered(self, job: TrainJob, answer: dict[str, Any]) -> None:
+        job.version = answer["committed"] or job.version
+        if "error" in answer:
+            self.end_job(job, refusal_of(answer))
+            return
+        self.reason = ""
+        self.state.end(answer["version"], job.version)
+        finished = pb.TrainFinished(version=answer["version"], steps=job.steps)
+        finished.duration.FromNanoseconds(int(answer["seconds"] * 1e9))
+        job.tell(pb.TrainResponse(finished=finished))
+        self.end_job(job, None)
+
+    def _started(self, job: TrainJob, version: int) -> None:
+        job.begun = True
+        state = self.state.version
+        of = f"the state of version {state}" if state else "an optimizer that begins anew"
+        logger.info("job %s begins on version %d with %s", job.id, version, of)
+        job.tell(pb.TrainResponse(started=pb.TrainStarted(version=version, state_version=state)))
+
+
+def _step(job: TrainJob, notice: dict[str, Any]) -> None:
+    job.steps += 1
+    step = pb.TrainStep(step=notice["step"], version=notice["version"])
+    if notice["loss"] is not None:
+        step.loss = notice["loss"]
+    if notice["tokens"] is not None:
+        step.tokens = notice["tokens"]
+    job.version = notice["version"] or job.version
+    job.tell(pb.TrainResponse(step=step))

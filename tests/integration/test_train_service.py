@@ -1,0 +1,417 @@
+"""A trainer that the server supervises: its jobs, and what becomes of them when something ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.memory_bridge import memory_bridge
+from tests.support.processes import state
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync.errors import Reason
+from weightsync.testing import MemoryEngine
+from weightsync_client import (
+    Client,
+    ClientError,
+    LiveCheck,
+    TrainerState,
+    TrainEvent,
+    TrainProgress,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).resolve().parents[2]
+_START_S = 60.0
+_SECRET = "ws_of-nobody"
+_ADDING = "tests.support.adding_trainer:AddingTrainer"
+
+
+def _tensors(seed: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(32.0).reshape(8, 4) + seed, "b": torch.zeros(3) + seed}
+
+
+def _until(true: Callable[[], object], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+class _Site:
+    """A server with an engine of two ranks for tests, and a trainer."""
+
+    def __init__(self, folder: Path, trainer: str, *flags: str, memory: bool = True) -> None:
+        (folder / "model").mkdir()
+        save_file(_tensors(0), folder / "model/model.safetensors")
+        (folder / "model/tokenizer.json").write_text("{}")
+        self.folder = folder
+        self.server = WeightSyncServer(
+            folder / "run",
+            folder / "state",
+            flags=[
+                *(("--engine=memory", f"--model={folder}/model", "--ranks=2") if memory else ()),
+                *("--slots", "3"),
+                *("--trainer", trainer, "--checkpoint-dir", f"{folder}/checkpoints"),
+                *flags,
+            ],
+            variables={"PYTHONPATH": str(ROOT), "WEIGHTSYNC_TOKEN": _SECRET, "MY_API_KEY": _SECRET},
+        )
+        self.client = Client(self.server.address)
+
+    def start(self) -> None:
+        self.server.start()
+        self.server.wait_serving(_START_S)
+
+    def wait(self, *states: TrainerState) -> None:
+        """Wait until the trainer stands so."""
+        _until(lambda: self.client.train_status().state in states, _START_S)
+
+    def ready(self) -> int:
+        """Return the process of the trainer once it waits for jobs."""
+        self.wait(TrainerState.READY)
+        return self.client.train_status().pid
+
+    def train(self, **request: Any) -> list[TrainProgress]:
+        """Return what becomes of a job that ends well."""
+        return list(self.client.train(request))
+
+    def begin(self, **request: Any) -> tuple[str, Generator[TrainProgress, None, None]]:
+        """Return the id of a job that has begun, and what becomes of it."""
+        events = self.client.train(request)
+        for event in events:
+            if event.event is TrainEvent.STARTED:
+                break
+        return event.job_id, events
+
+    def refused(self, reason: Reason, **request: Any) -> ClientError:
+        """Return why a job did not end well."""
+        with pytest.raises(ClientError) as caught:
+            self.train(**request)
+        assert caught.value.reason is reason, caught.value
+        return caught.value
+
+    def holds(self, version: int, number: float) -> None:
+        """Check that a version is served, which has this number more than the checkpoint."""
+        assert self.server.wait_serving(_START_S).live_version == version
+        assert self.client.verify().verified
+        assert not any(self.client.status().invariant_violations.values())
+        content = {tensor.name: tensor.torch() for tensor in self.client.tensors()}
+        for name, tensor in _tensors(number).items():
+            assert torch.equal(content[name], tensor)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.kill()
+
+
+@contextlib.contextmanager
+def _site(trainer: str, *flags: str) -> Iterator[_Site]:
+    with tempfile.TemporaryDirectory(prefix="wst") as name:
+        site = _Site(Path(name), trainer, *flags)
+        try:
+            site.start()
+            yield site
+        finally:
+            site.close()
+
+
+@pytest.fixture
+def site() -> Iterator[_Site]:
+    flags = ("--trainer-queue=1", "--trainer-grace-s=0.5", "--trainer-silence-s=3")
+    with _site(_ADDING, *flags) as site:
+        yield site
+
+
+def test_a_job_changes_what_is_live(site: _Site) -> None:
+    queued, started, *steps, finished = site.train(steps=2)
+    assert (queued.event, queued.ahead) == (TrainEvent.QUEUED, 0)
+    assert (started.event, started.version) == (TrainEvent.STARTED, 1)
+    assert [(s.step, s.version) for s in steps] == [(0, 2), (1, 3)]
+    assert [(s.loss, s.tokens) for s in steps] == [(1.0, 4), (2.0, 4)]
+    assert (finished.event, finished.version, finished.step) == (TrainEvent.FINISHED, 3, 2)
+    site.holds(3, 20)
+    # One that commits nothing goes on from there.
+    _, started, step, finished = site.train(quiet=0)
+    assert (started.version, step.version, step.loss, finished.version) == (3, 0, 3.0, 3)
+    status = site.client.train_status()
+    assert (status.state, status.finished, status.failed) == (TrainerState.READY, 2, 0)
+    assert (status.state_version, status.reason, status.restarts) == (3, "", 0)
+    socket = site.folder / "run/trainer.sock"
+    assert socket.stat().st_mode & 0o777 == 0o600
+    environment = Path(f"/proc/{status.pid}/environ").read_bytes()
+    assert _SECRET.encode() not in environment
+    assert b"PYTHONPATH" in environment
+
+
+def test_jobs_wait_for_their_turn_up_to_a_bound(site: _Site) -> None:
+    running, events = site.begin(wait_s=60)
+    waiting = site.client.train({})
+    first = next(waiting)
+    assert (first.event, first.ahead) == (TrainEvent.QUEUED, 1)
+    error = site.refused(Reason.LIMIT_EXCEEDED)
+    assert error.retry_after_s
+    assert "trainer_queue" in error.message
+    status = site.client.train_status()
+    assert (status.state, status.running_job_id) == (TrainerState.TRAINING, running)
+    assert status.queued_job_ids == (first.job_id,)
+    site.client.cancel_train(first.job_id)
+    with pytest.raises(ClientError) as caught:
+        next(waiting)
+    assert caught.value.reason is Reason.CANCELLED
+    site.client.cancel_train(running)
+    with pytest.raises(ClientError) as caught:
+        list(events)
+    assert caught.value.reason is Reason.CANCELLED
+    with pytest.raises(ClientError) as caught:
+        site.client.cancel_train(running)
+    assert caught.value.reason is Reason.JOB_UNKNOWN
+    # It has looked at its event: nothing was to be started anew.
+    status = site.client.train_status()
+    assert (status.cancelled, status.restarts) == (2, 0)
+    site.holds(1, 0)
+
+
+def test_a_caller_that_leaves_has_cancelled_its_job(site: _Site) -> None:
+    _, events = site.begin(steps=1000, wait_s=0.05)
+    next(events)
+    events.close()
+    _until(lambda: site.client.train_status().cancelled == 1)
+    site.wait(TrainerState.READY)
+    live = site.client.get_version().version
+    assert live >= 2
+    site.holds(live, 10 * (live - 1))
+
+
+def test_one_that_does_not_end_when_it_is_cancelled_is_ended(site: _Site) -> None:
+    job, events = site.begin(hang="inside")
+    _until(lambda: "it hangs inside" in site.server.log)
+    site.client.cancel_train(job)
+    with pytest.raises(ClientError) as caught:
+        list(events)
+    assert caught.value.reason is Reason.CANCELLED
+    site.holds(1, 0)
+    assert site.train()[-1].version == 2
+    assert site.client.train_status().restarts == 1
+    site.holds(2, 10)
+
+
+@pytest.mark.parametrize(("place", "live"), [("before", 1), ("inside", 1), ("after", 2)])
+def test_what_the_class_raises_is_told_and_changes_nothing(
+    site: _Site, place: str, live: int
+) -> None:
+    error = site.refused(Reason.TRAINER_FAILED, **{"raise": place})
+    assert f"raised ArithmeticError: diverged {place} the transaction" in error.message
+    assert "adding_trainer.py" in error.metadata["traceback"]
+    assert error.metadata.get("version") == (str(live) if live > 1 else None)
+    site.holds(live, 10 * (live - 1))
+    _, started, step, finished = site.train()
+    # The state that it raised in is of no use any more.
+    assert (started.version, step.loss, finished.version) == (live, 1.0, live + 1)
+    assert site.client.train_status().restarts == 0
+
+
+def test_what_is_refused_in_a_transaction_is_told_with_its_cause(site: _Site) -> None:
+    error = site.refused(Reason.TRAINER_FAILED, lease_s=0.01)
+    assert error.metadata["cause"] == "REQUEST_INVALID"
+    assert "lease must be" in error.message
+    wrong = site.refused(Reason.TRAINER_FAILED, **{"yield": "text"})
+    assert "train yields str; it must be Progress" in wrong.message
+
+
+def test_a_trainer_that_dies_in_a_transaction_is_started_again(site: _Site) -> None:
+    pid = site.ready()
+    _, events = site.begin(hang="inside")
+    _until(lambda: "it hangs inside" in site.server.log)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ClientError) as caught:
+        list(events)
+    assert caught.value.reason is Reason.TRAINER_AWAY
+    assert f"trainer {pid} was ended by SIGKILL" in caught.value.message
+    site.holds(1, 0)
+    assert site.ready() != pid
+    assert site.client.train_status().restarts == 1
+    site.train()
+    site.holds(2, 10)
+
+
+def test_a_trainer_that_is_frozen_past_its_lease_is_ended(site: _Site) -> None:
+    pid = site.ready()
+    _, events = site.begin(hang="inside", lease_s=0.5)
+    _until(lambda: "it hangs inside" in site.server.log)
+    os.kill(pid, signal.SIGSTOP)
+    _until(lambda: "the trainer was silent for 0.5 s" in site.server.log)
+    with pytest.raises(ClientError) as caught:
+        list(events)
+    assert caught.value.reason is Reason.TRAINER_AWAY
+    assert state(pid) == ""
+    site.holds(1, 0)
+    site.train()
+    site.holds(2, 10)
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_no_trainer_outlives_the_server(site: _Site, end: str) -> None:
+    pid = site.ready()
+    job, events = site.begin(hang="before")
+    failed: list[ClientError] = []
+
+    def read() -> None:
+        with contextlib.suppress(ClientError):
+            try:
+                list(events)
+            except ClientError as error:
+                failed.append(error)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    if end == "stop":
+        assert site.server.stop() == 0
+    else:
+        site.server.kill()
+    reading.join()
+    assert failed
+    if end == "stop":
+        assert failed[0].reason is Reason.SHUTTING_DOWN
+        assert f"job {job} cancelled" in site.server.log
+    _until(lambda: state(pid) in ("", "Z"), 5)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sentence"),
+    [
+        ("tests.support.nowhere:Nobody", "No module named 'tests.support.nowhere'; name it with"),
+        ("tests.support.adding_trainer:BrokenTrainer", "setup of the trainer's class raised Look"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_told_in_a_sentence(trainer: str, sentence: str) -> None:
+    with _site(trainer) as site:
+        site.wait(TrainerState.AWAY)
+        status = site.client.train_status()
+        assert sentence in status.reason
+        assert "\n" not in status.reason
+        assert status.pid == 0
+        site.holds(1, 0)
+
+
+def test_jobs_do_not_wait_for_a_class_that_cannot_be_used() -> None:
+    with _site("tests.support.nowhere:Nobody") as site:
+        # Where the start has failed a few times, and at once afterwards.
+        for _ in range(2):
+            error = site.refused(Reason.TRAINER_AWAY)
+            assert "No module named 'tests.support.nowhere'" in error.message
+            assert "Traceback" in error.metadata["traceback"]
+        assert site.server.log.count("no trainer could be started") in (3, 4)
+
+
+def _began(events: list[TrainProgress]) -> tuple[int, float | None]:
+    """Return the version that a job has begun on, and what its optimizer counts after a step."""
+    started, step = events[1:3]
+    return started.version, step.loss
+
+
+def test_the_state_of_the_optimizer_goes_with_the_version(site: _Site) -> None:
+    for count in (1, 2, 3):
+        assert _began(site.train()) == (count, float(count))
+    # Gone back: what it had counted by then.
+    site.client.rollback()
+    assert _began(site.train()) == (3, 3.0)
+    assert "with the state of version 3" in site.server.log
+    assert site.client.train_status().state_version == 5
+    # Another one's version: from the beginning.
+    site.client.apply(site.client.push(_tensors(100)).version)
+    assert _began(site.train()) == (6, 1.0)
+    assert site.server.log.count("with an optimizer that begins anew") == 2
+    # A new process has it still.
+    os.kill(site.ready(), signal.SIGKILL)
+    _until(lambda: site.client.train_status().restarts == 1)
+    assert _began(site.train()) == (7, 2.0)
+    # And a new server.
+    site.server.kill()
+    site.start()
+    assert _began(site.train()) == (8, 3.0)
+    kept = {path.name.partition("-")[0] for path in (site.folder / "state/trainer").iterdir()}
+    assert kept == {"2", "3", "4", "5", "7", "8", "9"}
+
+
+def test_a_checkpoint_is_what_is_live(site: _Site) -> None:
+    _, events = site.begin(steps=3, wait_s=0.3)
+    done = site.client.checkpoint("first")
+    # It has waited for the job.
+    assert [event.event for event in events][-1] is TrainEvent.FINISHED
+    folder = site.folder / "checkpoints/first"
+    assert (done.version, done.path) == (4, str(folder))
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == _tensors(0).keys()
+    for name, tensor in _tensors(30).items():
+        assert torch.equal(found[name], tensor)
+    assert [path.name for path in folder.parent.iterdir()] == ["first"]
+    assert site.client.checkpoint().path == ""
+    for name in ("first", "../first", ".first", "a/b", "x" * 200):
+        with pytest.raises(ClientError) as caught:
+            site.client.checkpoint(name)
+        assert caught.value.reason is Reason.REQUEST_INVALID
+    assert [path.name for path in folder.parent.iterdir()] == ["first"]
+
+
+def test_what_was_written_outside_a_transaction_has_the_trainer_begin_anew(site: _Site) -> None:
+    pid = site.ready()
+    with site.client.attach() as attached:
+        _until(lambda: site.client.get_version().live_check is LiveCheck.PASSED)
+        attached.boxes["b"][0].view.fill_(-1)
+    _until(lambda: site.client.train_status().restarts == 1)
+    assert "outside a transaction" in site.client.train_status().reason
+    assert site.ready() != pid
+
+
+def test_an_engine_that_starts_anew_has_a_new_trainer() -> None:
+    with tempfile.TemporaryDirectory(prefix="wst") as name:
+        folder = Path(name)
+        (folder / "run").mkdir()
+        site = _Site(folder, _ADDING, memory=False)
+        checkpoint = {
+            name: ("F32", tuple(tensor.shape), tensor.numpy().tobytes())
+            for name, tensor in _tensors(0).items()
+        }
+        made = partial(MemoryEngine, ranks=2, attachable=True)
+        try:
+            with memory_bridge(folder / "run", checkpoint, made):
+                site.start()
+                site.train()
+                site.holds(2, 10)
+            # Without waiting for an engine: whoever has the memory of one that is gone lets it go.
+            _until(lambda: site.client.train_status().state is TrainerState.STARTING)
+            assert "does not serve a version" in site.client.train_status().reason
+            waiting = site.client.train({})
+            with memory_bridge(folder / "run", checkpoint, made):
+                assert [event.event for event in waiting][-1] is TrainEvent.FINISHED
+                site.holds(3, 20)
+        finally:
+            site.close()
+
+
+def test_a_server_without_a_trainer_says_so() -> None:
+    with tempfile.TemporaryDirectory(prefix="wst") as name:
+        server = WeightSyncServer(Path(name) / "run", Path(name) / "state", flags=["--engine=none"])
+        try:
+            server.start()
+            with Client(server.address) as client, pytest.raises(ClientError) as caught:
+                client.train_status()
+            assert caught.value.reason is Reason.NOT_SUPPORTED
+            assert "start it with --trainer" in caught.value.message
+        finally:
+            server.kill()

@@ -1,0 +1,134 @@
+"""A CUDA vLLM whose memory trainers attach to, a server beside it, and two checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.gpu.engine import NO_MULTICAST
+from tests.support.kind_site import keep_logs
+from tests.support.models import make_checkpoint
+from tests.support.vllm_server import VllmServer
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync_client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from weightsync_client.attach import Attached
+
+__all__ = ["AttachedSite", "content_of", "started", "unlike"]
+
+_FLAGS = (
+    "--no-enforce-eager",
+    "--compilation-config",
+    '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
+    # Fixed sizes: engines of several tests may be on one device.
+    "--gpu-memory-utilization",
+    "0.08",
+    "--kv-cache-memory-bytes",
+    str(256 << 20),
+)
+_SIZES: dict[str, Any] = {
+    "dtype": "bfloat16", "hidden": 1024, "layers": 8, "shard_size": "100MB",
+}  # fmt: skip
+_PROMPTS = ("hello world", "the quick brown fox", "a")
+
+
+class AttachedSite:
+    """A vLLM of the first of two checkpoints, and a server beside it.
+
+    Args:
+        root: For all of it; a short path, because unix sockets allow 107 bytes.
+        flags: More of vLLM's.
+        tp: Tensor parallel size.
+        variables: More of vLLM's environment.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *flags: str,
+        tp: int = 1,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.first, self.second = (
+            make_checkpoint(root / name, seed=seed, **_SIZES) for seed, name in enumerate("ab")
+        )
+        self.vllm = VllmServer(
+            self.first,
+            root / "run",
+            tp=tp,
+            dtype="bfloat16",
+            flags=(*_FLAGS, *flags),
+            variables={**NO_MULTICAST, **variables},
+        )
+        own = ("--store", "memory://", "--slots", "3", "--same-host")
+        self.server = WeightSyncServer(root / "run", root / "state", flags=own)
+
+    def start(self) -> None:
+        """Start both; returns when the engine serves."""
+        self.server.start()
+        self.vllm.start()
+        self.server.wait_serving()
+
+    def stop(self) -> None:
+        """Stop both."""
+        self.server.stop()
+        self.vllm.stop()
+
+    def client(self) -> Client:
+        """Return a client of the server."""
+        return Client(self.server.address)
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[Attached]:
+        """Attach for the block."""
+        with self.client() as client, client.attach() as attached:
+            yield attached
+
+    def answers(self) -> list[Any]:
+        """What vLLM answers now: tokens and log probabilities."""
+        return [self.vllm.complete(prompt) for prompt in _PROMPTS]
+
+    def violations(self) -> dict[str, int]:
+        """Return what was counted, without what was none."""
+        with self.client() as client:
+            return {name: n for name, n in client.status().invariant_violations.items() if n}
+
+
+@contextlib.contextmanager
+def started(
+    *flags: str, tp: int = 1, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[AttachedSite]:
+    """Run one for the block; see `AttachedSite`."""
+    root = Path(tempfile.mkdtemp(prefix="wg-"))
+    site = AttachedSite(root, *flags, tp=tp, variables=variables)
+    try:
+        site.start()
+        yield site
+    finally:
+        site.stop()
+        keep_logs(f"attach-{root.name}", site.vllm.run_dir)
+        shutil.rmtree(root)
+
+
+def content_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint by name."""
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def unlike(attached: Attached, path: Path) -> list[str]:
+    """Return the tensors that are not those of a checkpoint."""
+    wanted = content_of(path)
+    return [n for n, tensor in wanted.items() if not torch.equal(attached.read(n).cpu(), tensor)]

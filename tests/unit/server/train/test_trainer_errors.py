@@ -1,0 +1,30 @@
+"""What is said of a trainer's end; the rest is in tests/integration/test_train_service.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync.errors import Reason
+from weightsync_server.train.trainer_errors import away, ending, refusal_of
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (None, "does not end"),
+        (0, "ended with status 0"),
+        (7, "ended with status 7"),
+        (-9, "was ended by SIGKILL"),
+        (-64 - 1, "was ended by signal 65"),
+    ],
+)
+def test_how_it_has_ended(status: int | None, words: str) -> None:
+    assert ending(status) == words
+
+
+def test_what_it_says_of_itself() -> None:
+    answer = {"reason": "TRAINER_FAILED", "error": "no", "metadata": {"traceback": "..."}}
+    error = refusal_of(answer)
+    assert (error.reason, error.message) == (Reason.TRAINER_FAILED, "no")
+    refused = away("it cannot be imported", error.metadata)
+    assert (refused.reason, refused.metadata) == (Reason.TRAINER_AWAY, {"traceback": "..."})

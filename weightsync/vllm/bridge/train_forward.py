@@ -1,0 +1,236 @@
+"""Requests for the trainer that come to vLLM's port, passed on to weightsync-server.
+
+Whoever sends one proves itself to the server: the caller's Authorization goes on, and nothing of
+this process is added but where the request came from, which has the server ask for a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason
+from weightsync.vllm.bridge.upstream import UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from weightsync.vllm.bridge.upstream import Upstream
+
+__all__ = ["ForwardState", "TrainForward"]
+
+#: Seconds that the server may be silent, by path. A stream has a sign of life every 10 s; a
+#: checkpoint waits for the job that runs.
+_SILENCE_S = {
+    "/v1/weightsync/train": 60.0,
+    "/v1/weightsync/train/status": 60.0,
+    "/v1/weightsync/train/cancel": 60.0,
+    "/v1/weightsync/checkpoint": 86400.0,
+}
+#: Bytes of a body, as the server takes them.
+_MOST_BYTES = 1 << 20
+_BODY_S = 30.0
+#: Requests at once.
+_MOST = 64
+
+_REQUEST_HEADERS = frozenset({b"authorization", b"content-type", b"accept", b"origin"})
+#: Where vLLM wants its own key in Authorization, the server's token is in this header.
+_TOKEN = b"x-weightsync-token"
+#: Those of HTTP's connection stay where they are.
+_ANSWER_HEADERS = frozenset(
+    {"content-type", "cache-control", "x-accel-buffering", "retry-after", "www-authenticate"}
+    | {"allow"}
+)
+_NO_UPSTREAM = (
+    "this vLLM does not know where its weightsync-server is; set WEIGHTSYNC_HTTP to its --http "
+    "address, such as http://127.0.0.1:8551, in vLLM's environment"
+)
+
+
+class ForwardState:
+    """What the middleware asks.
+
+    Attributes:
+        upstream: Where requests go; None: not known.
+    """
+
+    def __init__(self) -> None:
+        self.upstream: Upstream | None = None
+
+
+class TrainForward:
+    """ASGI middleware that passes requests for the trainer on, in every state of the engine.
+
+    Args:
+        app: The application behind it, which has all other paths.
+        state: What to ask.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], state: ForwardState) -> None:
+        self._app = app
+        self._state = state
+        self._running = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass the request on, or behind."""
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or path not in _SILENCE_S:
+            await self._app(scope, receive, send)
+        elif self._state.upstream is None:
+            await _refuse(send, 501, Reason.NOT_SUPPORTED, _NO_UPSTREAM)
+        elif self._running >= _MOST:
+            sentence = f"{_MOST} requests for the trainer are under way; send this one later"
+            await _refuse(send, 503, Reason.LIMIT_EXCEEDED, sentence)
+        else:
+            self._running += 1
+            try:
+                await _Exchange(self._state.upstream, path, scope, send).run(receive)
+            finally:
+                self._running -= 1
+
+
+class _Exchange:
+    """One request and its answer.
+
+    Args:
+        upstream: Where it goes.
+        path: Without what vLLM is mounted below.
+        scope: ASGI's.
+        send: ASGI's.
+    """
+
+    def __init__(self, upstream: Upstream, path: str, scope: Any, send: Any) -> None:
+        self._upstream = upstream
+        self._path = path
+        self._scope = scope
+        self._send = send
+        self._begun = self._streams = False
+
+    async def run(self, receive: Any) -> None:
+        """Return when it is over: answered, or left by its sender, which ends it at the server."""
+        try:
+            async with asyncio.timeout(_BODY_S):
+                body = await _body(receive)
+        except TimeoutError:
+            sentence = f"the body did not come within {_BODY_S:g} s; send it again"
+            await _refuse(self._send, 408, Reason.DEADLINE_EXCEEDED, sentence)
+            return
+        if body is None:
+            return
+        if len(body) > _MOST_BYTES:
+            sentence = f"a body has at most {_MOST_BYTES} bytes here"
+            await _refuse(self._send, 413, Reason.REQUEST_INVALID, sentence)
+            return
+        answering = asyncio.ensure_future(self._answer(body))
+        leaving = asyncio.ensure_future(_wait_left(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                await answering
+        finally:
+            answering.cancel()
+            leaving.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+
+    async def _answer(self, body: bytes) -> None:
+        query = self._scope["query_string"].decode("latin-1")
+        path = f"{self._path}?{query}" if query else self._path
+        method, silence_s = self._scope["method"], _SILENCE_S[self._path]
+        headers = _request_headers(self._scope)
+        try:
+            async with self._upstream.ask(method, path, headers, body, silence_s) as answer:
+                await self._pass(answer)
+        except UpstreamError as error:
+            await self._fail(str(error))
+
+    async def _pass(self, answer: Any) -> None:
+        self._streams = answer.content_type == "text/event-stream"
+        if not self._streams:
+            # All of it, so that what breaks off is told as what it is.
+            whole = await answer.read()
+            await self._begin(answer)
+            await self._send({"type": "http.response.body", "body": whole})
+            return
+        await self._begin(answer)
+        async for part in answer.content.iter_any():
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _begin(self, answer: Any) -> None:
+        headers = [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in answer.headers.items()
+            if name.lower() in _ANSWER_HEADERS
+        ]
+        self._begun = True
+        start = {"type": "http.response.start", "status": answer.status, "headers": headers}
+        await self._send(start)
+
+    async def _fail(self, why: str) -> None:
+        if self._begun and self._streams:
+            document = {
+                "error": f"the stream of weightsync-server broke off ({why}); ask for the status",
+                "reason": Reason.SERVER_AWAY.value,
+            }
+            event = b"data: " + json.dumps(document).encode() + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event})
+        if self._begun:
+            return
+        sentence = (
+            f"no answer from weightsync-server at {self._upstream.url} ({why}); check that it runs "
+            "with --http, that WEIGHTSYNC_HTTP names that address, and with https that "
+            "WEIGHTSYNC_TLS_CA has the CA of its certificate"
+        )
+        await _refuse(self._send, 503, Reason.SERVER_AWAY, sentence)
+
+
+async def _body(receive: Any) -> bytes | None:
+    """Return the body, or what is too much of it; None: its sender has left."""
+    body, more = b"", True
+    while more and len(body) <= _MOST_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+async def _wait_left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _request_headers(scope: Any) -> list[tuple[str, str]]:
+    given = [(name.lower(), value) for name, value in scope["headers"]]
+    tokens = [value for name, value in given if name == _TOKEN]
+    if tokens:
+        given = [(name, value) for name, value in given if name != b"authorization"]
+        given += [(b"authorization", b"Bearer " + token) for token in tokens]
+    passed = [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in given
+        if name in _REQUEST_HEADERS
+    ]
+    return [*passed, ("accept-encoding", "identity"), ("forwarded", _forwarded(scope))]
+
+
+def _forwarded(scope: Any) -> str:
+    """Return where a request came from, as RFC 7239 writes it."""
+    client = scope.get("client")
+    if not client:
+        return "for=unknown"
+    host = f"[{client[0]}]" if ":" in client[0] else client[0]
+    return f'for="{host}:{client[1]}"'
+
+
+async def _refuse(send: Any, status: int, reason: Reason, sentence: str) -> None:
+    """Answer as the server does."""
+    body = json.dumps({"error": sentence, "reason": reason.value}).encode() + b"\n"
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

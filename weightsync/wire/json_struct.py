@@ -1,0 +1,65 @@
+"""A JSON object as messages carry it, unchanged, or refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import DecodeError
+from google.protobuf.struct_pb2 import Struct
+
+from weightsync.errors import Reason, WeightSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["from_struct", "to_struct"]
+
+#: From here on doubles have no fractions, and do not have every whole number.
+_WHOLE = 2.0**53
+
+
+def to_struct(what: str, value: Mapping[str, Any]) -> Struct:
+    """Return a mapping as the protocol carries it.
+
+    Args:
+        what: What it is, for the error.
+        value: Names and values, of what JSON knows.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID; it would not come out as it goes in.
+    """
+    struct = Struct()
+    try:
+        plain = json.loads(json.dumps(dict(value), allow_nan=False))
+        struct.update(plain)
+        # Numbers are carried as doubles, and messages may be nested 100 deep.
+        same = MessageToDict(Struct.FromString(struct.SerializeToString())) == plain
+    except (TypeError, ValueError, OverflowError, RecursionError, DecodeError) as error:
+        raise _refused(f"{what} is no JSON object that can be sent ({error})") from None
+    if not same:
+        raise _refused(f"{what} has a whole number above 2^53, which would be rounded")
+    return struct
+
+
+def from_struct(struct: Struct) -> dict[str, Any]:
+    """Return what a message carries; whole numbers are whole again."""
+    found: dict[str, Any] = _whole(MessageToDict(struct))
+    return found
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _WHOLE:
+        return int(value)
+    return value
+
+
+def _refused(sentence: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.REQUEST_INVALID, f"{sentence}; give text, numbers, lists and objects"
+    )
