@@ -4,8 +4,9 @@ Parts: limits (what the device and its bus do), pause (a pause with nothing in i
 reload and ipc, and torchforge's way), nccl (vLLM's nccl backend, two GPUs), apply and exact (ours,
 caches kept and computed again), durable and compiled (apply's times with a store on the disk of
 build/bench, and with vLLM's default compilation), apply2 (ours with TP 2, two GPUs), push (ours,
-without an engine), models (every kind of model, one after the other; model: one of them), moe30 (a
-mixture of experts of 31 GB in block fp8).
+without an engine), colocated (a trainer on the engine's GPU, and one in the engine's own memory),
+models (every kind of model, one after the other; model: one of them), moe30 (a mixture of experts
+of 31 GB in block fp8).
 Every part but limits, models and model measures the limits too, and every figure that has a limit
 or a peer stands beside it under "beside". What failed stands under "errors", and the other figures
 are there.

@@ -147,8 +147,10 @@ class Site:
             two tokens of one request from `begin` on. `paused_s`: from the request to pause until
             vLLM had resumed. `paused_at`: when the request to pause came.
         """
-        paused, resumed = self.stops.pauses[-1], self.stops.resumes[-1]
+        paused = self.stops.pauses[-1]
         assert paused[0] >= begin, "nothing has paused vLLM"
+        # What runs may be asked to run once more, under another name.
+        resumed = next(times for times in self.stops.resumes if times[0] >= paused[0])
         await self.load.spoken(max(resumed[1], time.perf_counter()))
         first = min(at for times in self.load.times for at in times if at > resumed[0])
         gaps = self.load.gaps(begin, resumed[1])

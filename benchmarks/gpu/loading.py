@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 
-from weightsync_client import Client, EngineState, LoaderState, LoaderStatus, RankResult, Transform
+from weightsync_client import (
+    Client,
+    EngineState,
+    LiveCheck,
+    LoaderState,
+    LoaderStatus,
+    RankResult,
+    Transform,
+)
 
 __all__ = [
     "arena_bytes",
     "load_seconds",
     "ranks",
     "transform",
+    "until_compared",
     "until_loaded",
     "until_serving",
 ]
@@ -53,6 +62,26 @@ async def until_serving(client: Client, version: int = 0, *, seconds: float) -> 
             return
         if model.engine.state == EngineState.FENCED or time.monotonic() > deadline:
             msg = f"the engine does not serve: {model.engine.state}, {model.engine.reason}"
+            raise RuntimeError(msg)
+        await asyncio.sleep(_POLL_S)
+
+
+async def until_compared(client: Client, version: int, *, seconds: float) -> None:
+    """Wait until all that is live was compared with a version.
+
+    Raises:
+        RuntimeError: It was not within that time, or does not hold it.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        told = await asyncio.to_thread(client.get_version, version)
+        if told.live_check == LiveCheck.FAILED:
+            msg = f"the live parameters do not hold version {version}"
+            raise RuntimeError(msg)
+        if told.live_check != LiveCheck.PENDING:
+            return
+        if time.monotonic() > deadline:
+            msg = f"version {version} was not compared within {seconds:g} s"
             raise RuntimeError(msg)
         await asyncio.sleep(_POLL_S)
 

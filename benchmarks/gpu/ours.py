@@ -42,10 +42,10 @@ from pathlib import Path
 from benchmarks.engine import bridge
 from benchmarks.gpu.engine import Site
 from benchmarks.gpu.link import TrainerLink
-from benchmarks.gpu.loading import until_serving
+from benchmarks.gpu.loading import until_compared, until_serving
 from benchmarks.gpu.results import Results
 from benchmarks.servers import weightsync_server
-from weightsync_client import ApplyReport, Client, LiveCheck, RankResult
+from weightsync_client import ApplyReport, Client, RankResult
 
 __all__ = ["Ours", "server_beside", "serving"]
 
@@ -60,16 +60,19 @@ _FLAGS = ("--pause-lease-s", "60", "--commit-timeout-s", "120", *_KEPT)
 
 
 @contextlib.asynccontextmanager
-async def serving(site: Site, folder: Path, store: str = "memory://") -> AsyncIterator[Client]:
+async def serving(
+    site: Site, folder: Path, store: str = "memory://", *flags: str
+) -> AsyncIterator[Client]:
     """Run a server beside the engine until the block ends, and wait until it serves.
 
     Args:
         site: The engine; its bridge is served here.
         folder: For sockets, state and log.
         store: Where versions are kept. On disk, a push ends when it would survive a crash.
+        *flags: More of the server's.
     """
     begin = time.perf_counter()
-    async with bridge(site.llm), server_beside(folder, site.results, store) as client:
+    async with bridge(site.llm), server_beside(folder, site.results, store, *flags) as client:
         site.results.say("the server adopts the checkpoint")
         await until_serving(client, seconds=_READY_S)
         site.results.facts["adopt_s"] = round(time.perf_counter() - begin, 2)
@@ -78,7 +81,7 @@ async def serving(site: Site, folder: Path, store: str = "memory://") -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def server_beside(
-    folder: Path, results: Results, store: str = "memory://"
+    folder: Path, results: Results, store: str = "memory://", *flags: str
 ) -> AsyncIterator[Client]:
     """Run a server of the engine whose bridge is, or will be, in a folder until the block ends.
 
@@ -86,10 +89,11 @@ async def server_beside(
         folder: For sockets, state and log.
         results: Where the end of its log is told if the block fails.
         store: Where versions are kept.
+        *flags: More of the server's.
     """
     address = f"unix:{folder}/push.sock"
     engine = str(folder / "engine.sock")
-    server = weightsync_server(folder, [address], *_FLAGS, engine=engine, store=store)
+    server = weightsync_server(folder, [address], *_FLAGS, *flags, engine=engine, store=store)
     # Starting and stopping wait, and the bridge lives on this loop.
     await asyncio.to_thread(server.__enter__)
     try:
@@ -134,7 +138,7 @@ class Ours:
         with self.site.results.attempt(f"our apply{suffix}"):
             # The first ones make segments and warm up.
             for _ in range(_SLOTS):
-                await self._pushed(suffix, None)
+                await self.pushed(suffix, None)
             await self._measured(suffix, None)
 
     async def delta(self) -> None:
@@ -150,12 +154,12 @@ class Ours:
 
     async def _measured(self, suffix: str, share: float | None) -> None:
         for _ in self.site.results.rounds(_PUSHES, f"push and apply{suffix}"):
-            self.site.results.add(**await self._pushed(suffix, share))
+            self.site.results.add(**await self.pushed(suffix, share))
         await self._there_and_back(suffix, self.rounds - 1)
         (used, *_) = await self.site.ask("bench_memory")
         self.site.results.facts[f"device_bytes_used{suffix}"] = used
 
-    async def _pushed(self, suffix: str, share: float | None) -> dict[str, float]:
+    async def pushed(self, suffix: str, share: float | None) -> dict[str, float]:
         """Push and apply what the trainer has next."""
         if share is None:
             await self.trainer.do("change")
@@ -169,7 +173,7 @@ class Ours:
         self.site.results.facts[f"push_kind{suffix}"] = pushed["kind"]
         self.site.results.facts[f"push_way{suffix}"] = pushed["way"]
         self.site.results.facts[f"push_fallback{suffix}"] = pushed["fallback_reason"]
-        figures, first_token = await self._applied(suffix, pushed=called)
+        figures, first_token = await self.applied(suffix, pushed=called)
         figures[_key("push", suffix)] = pushed["seconds"]
         figures[_key("update_end_to_end", suffix)] = first_token - called
         return figures
@@ -179,10 +183,10 @@ class Ours:
         pairs = max(1, rounds // 2)
         for _ in self.site.results.rounds(pairs, f"our apply{suffix}", 45.0):
             for back in (True, False):
-                figures, _ = await self._applied(suffix, back=back)
+                figures, _ = await self.applied(suffix, back=back)
                 self.site.results.add(**figures)
 
-    async def _applied(
+    async def applied(
         self, suffix: str, *, back: bool = False, pushed: float | None = None
     ) -> tuple[dict[str, float], float]:
         """Return figures of one apply, and when the first token of the new weights came.
@@ -215,18 +219,8 @@ class Ours:
     async def _compared(self, suffix: str, version: int) -> None:
         """Wait until what is live was compared as a whole, which would slow down what comes."""
         begin = time.perf_counter()
-        while True:
-            told = await asyncio.to_thread(self.client.get_version, version)
-            if told.live_check != LiveCheck.PENDING:
-                break
-            if time.perf_counter() - begin > _CHECK_S:
-                msg = f"version {version} was not compared within {_CHECK_S:g} s"
-                raise RuntimeError(msg)
-            await asyncio.sleep(0.05)
+        await until_compared(self.client, version, seconds=_CHECK_S)
         self.site.results.add(**{_key("live_check", suffix): time.perf_counter() - begin})
-        if told.live_check == LiveCheck.FAILED:
-            msg = f"the live parameters do not hold version {version}"
-            raise RuntimeError(msg)
 
     def _figures(
         self, suffix: str, report: ApplyReport, seen: dict[str, float]

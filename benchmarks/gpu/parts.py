@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.durable import filesystem
@@ -15,6 +16,7 @@ from benchmarks.gpu import limits
 from benchmarks.gpu.between import measure_between
 from benchmarks.gpu.checkpoint import roomy, write_checkpoint
 from benchmarks.gpu.cleanup import scratch
+from benchmarks.gpu.colocated import Colocated
 from benchmarks.gpu.engine import Setup, Site, generating, plugins_on_path
 from benchmarks.gpu.link import TrainerLink, training
 from benchmarks.gpu.model_parts import measure_kind, measure_kinds
@@ -25,6 +27,7 @@ from benchmarks.gpu.pause import measure_pauses
 from benchmarks.gpu.peers import Peers
 from benchmarks.gpu.push import measure_hand_offs, measure_streams
 from benchmarks.gpu.results import Results
+from benchmarks.gpu.trainer import ATTACHED
 
 __all__ = ["PARTS", "Order"]
 
@@ -43,6 +46,7 @@ class _Room:
     """What the parts with an engine have: a checkpoint, files to write, and a trainer."""
 
     folder: Path
+    base: Path
     files: Path
     site: Site
     trainer: TrainerLink
@@ -58,11 +62,7 @@ async def _pause(order: Order, results: Results) -> None:
 
 
 async def _peers(order: Order, results: Results) -> None:
-    backend = "ipc" if order.device == "cuda" else ""
-    if backend and importlib.util.find_spec("ray") is None:
-        # vLLM 0.26 imports it with this backend, and would not start.
-        results.errors.append("vllm_ipc: vLLM's ipc backend imports ray, which is not installed")
-        backend = ""
+    backend = _ipc_backend(order, results)
     async with _room(order, results, backend=backend) as room, room.site.load.running():
         with results.attempt("pauses"):
             await measure_pauses(room.site, order.rounds, clear=False)
@@ -70,6 +70,53 @@ async def _peers(order: Order, results: Results) -> None:
         await peers.without_backend()
         if backend:
             await peers.ipc()
+
+
+async def _colocated(order: Order, results: Results) -> None:
+    backend = _ipc_backend(order, results)
+    # On a CPU alone parameters are not in memory that can be shared.
+    shared = {"WEIGHTSYNC_ATTACH": "1"}
+    async with (
+        _room(order, results, backend=backend, variables=shared) as room,
+        room.site.load.running(),
+    ):
+        with results.attempt("pauses"):
+            await measure_pauses(room.site, order.rounds, clear=False)
+        if backend:
+            await Peers(room.site, room.trainer, room.files, order.rounds).ipc()
+            await _reload(room)
+        address = f"unix:{room.folder}/push.sock"
+        async with (
+            serving(room.site, room.folder, "memory://", "--slots", "3") as client,
+            training(ATTACHED, Path(address), _TRAINER_S) as attached,
+        ):
+            ours = Ours(room.site, room.trainer, client, address, room.files, order.rounds)
+            colocated = Colocated(ours, attached)
+            await colocated.pushed()
+            await colocated.device()
+            await colocated.in_place()
+            await ours.prove()
+
+
+async def _reload(room: _Room) -> None:
+    """Have the engine hold its checkpoint again."""
+    await room.site.calls.pause("keep", clear_cache=False)
+    try:
+        where = {"weights_path": str(room.base)}
+        await room.site.llm.collective_rpc("reload_weights", kwargs=where)
+    finally:
+        await room.site.calls.resume()
+
+
+def _ipc_backend(order: Order, results: Results) -> str:
+    """Return vLLM's ipc backend if it can be measured here; "": it cannot."""
+    if order.device != "cuda":
+        return ""
+    if importlib.util.find_spec("ray") is None:
+        # vLLM 0.26 imports it with this backend, and would not start.
+        results.errors.append("vllm_ipc: vLLM's ipc backend imports ray, which is not installed")
+        return ""
+    return "ipc"
 
 
 async def _nccl(order: Order, results: Results) -> None:
@@ -139,6 +186,7 @@ PARTS: dict[str, Part] = {
     "compiled": _apply(1, compiled=True),
     "apply2": _apply(2),
     "push": _push,
+    "colocated": _colocated,
     "models": measure_kinds,
     "model": measure_kind,
     "moe30": measure_moe30,
@@ -154,6 +202,7 @@ async def _room(
     backend: str = "",
     trainer: str = "",
     compiled: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[_Room]:
     graphs = "vLLM's default, compiled" if compiled else "FULL_DECODE_ONLY"
     results.parameters |= {"requests": order.requests, "tp": tp, "cuda_graphs": graphs}
@@ -183,13 +232,14 @@ async def _room(
             backend,
             order.executor,
             compiled,
+            variables=variables,
         )
         device = trainer or order.device
         async with (
             generating(setup, results) as site,
             training(device, disk / "base", _TRAINER_S) as link,
         ):
-            yield _Room(folder, disk / "other", site, link)
+            yield _Room(folder, disk / "base", disk / "other", site, link)
 
 
 @contextlib.contextmanager

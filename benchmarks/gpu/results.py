@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from benchmarks import report
-from benchmarks.gpu.wanted import MOE30_ROWS, ROWS, beside
+from benchmarks.gpu.wanted import PART_ROWS, ROWS, beside
 
 __all__ = ["Results"]
 
@@ -91,8 +91,7 @@ class Results:
             return
         samples = {name: list(values) for name, values in self.samples.items() if values}
         figures = {name: report.median(values) for name, values in samples.items()}
-        held = MOE30_ROWS if self.part == "moe30" else ROWS
-        rows = beside({**self.parameters, **self.facts, **figures}, held)
+        rows = beside({**self.parameters, **self.facts, **figures}, PART_ROWS.get(self.part, ROWS))
         facts = {**self.facts, "beside": rows, "errors": list(self.errors)}
         with contextlib.redirect_stdout(self._out):
             report.emit("gpu", self.parameters, samples, facts, as_json=as_json)

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.gpu.trainer DEVICE FOLDER` loads a checkpoint, then answers one JSON line
 {"do": ..., ...} on standard input with one on standard output, until its input ends; with
-`in_place` as a device it holds no copy. `benchmarks.gpu.link` is the other end.
+`in_place` as a device it holds no copy, and with `attached` the engine's own memory, by the address
+of a server in place of a folder. `benchmarks.gpu.link` is the other end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from benchmarks.gpu.attached_trainer import AttachedTrainer
 from benchmarks.gpu.checkpoint import Files
 from benchmarks.gpu.content import as_ints, gray_step
 from benchmarks.gpu.in_place import InPlaceTrainer
@@ -25,10 +27,11 @@ from benchmarks.gpu.in_place import InPlaceTrainer
 if TYPE_CHECKING:
     from weightsync_client import Client
 
-__all__ = ["IN_PLACE", "Trainer"]
+__all__ = ["ATTACHED", "IN_PLACE", "Trainer"]
 
-#: Of the trainer of that name, where a device is told.
-IN_PLACE = "in_place"
+#: Of the trainers of these names, where a device is told.
+ATTACHED, IN_PLACE = "attached", "in_place"
+_OTHERS = {ATTACHED: AttachedTrainer, IN_PLACE: InPlaceTrainer}
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
 
@@ -56,6 +59,7 @@ class Trainer:
         self._places: dict[str, tuple[tuple[int, ...], int]] = {}
         self._files: dict[str, Files] = {}
         self._clients: dict[str, Client] = {}
+        self._live: AttachedTrainer | None = None
         self._group: Any = None
         self._engine: Any = None
         self._random = torch.Generator(device=self._device)
@@ -63,13 +67,13 @@ class Trainer:
         self._settle()
 
     def change(self) -> dict[str, Any]:
-        """Change every value; the last 15 contents differ from each other."""
+        """Change every value; returns by which bits. The last 15 contents are all different."""
         self._changes += 1
         mask = gray_step(self._changes)
         for tensor in self.tensors.values():
             as_ints(tensor).bitwise_xor_(mask)
         self._settle()
-        return {}
+        return {"mask": mask}
 
     def change_some(self, share: float) -> dict[str, Any]:
         """Change the lowest bit of some values; returns how many."""
@@ -109,6 +113,26 @@ class Trainer:
             "way": pushed.way,
             "way_reason": pushed.way_reason,
         }
+
+    def attach(self, address: str) -> dict[str, Any]:
+        """Attach to the engine of a server."""
+        self._live = AttachedTrainer(address)
+        return self._live.attach()
+
+    def detach(self) -> dict[str, Any]:
+        """Detach."""
+        return self._attached.detach()
+
+    def put(self) -> dict[str, Any]:
+        """Write the weights into the engine's own memory, in a transaction."""
+        return self._attached.put(self.tensors)
+
+    @property
+    def _attached(self) -> AttachedTrainer:
+        if self._live is None:
+            msg = "attach first"
+            raise RuntimeError(msg)
+        return self._live
 
     def keep_rows(self, writer: int, writers: int) -> dict[str, Any]:
         """Hold one part of the rows of every tensor from now on, as a sharded trainer does."""
@@ -221,7 +245,7 @@ class Trainer:
             self._torch.cuda.synchronize(self._device)
 
 
-def _serve(trainer: Trainer | InPlaceTrainer, out: TextIO) -> None:
+def _serve(trainer: object, out: TextIO) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         try:
@@ -238,7 +262,8 @@ def main() -> None:
     # Libraries print what they like; answers have a descriptor of their own.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        trainer = InPlaceTrainer(folder) if device == IN_PLACE else Trainer(device, folder)
+        other = _OTHERS.get(device)
+        trainer = other(folder) if other else Trainer(device, folder)
         print(json.dumps({"ready": True}), file=out, flush=True)
         with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
             _serve(trainer, out)

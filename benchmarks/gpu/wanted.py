@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MOE30_ROWS", "ROWS", "Row", "beside"]
+__all__ = ["COLOCATED_ROWS", "MOE30_ROWS", "PART_ROWS", "ROWS", "Row", "beside"]
 
 Figures = Mapping[str, Any]
 
@@ -40,8 +40,11 @@ def _figure(name: str, plus: float = 0.0) -> Callable[[Figures], float]:
 
 
 def _crossings(figures: Figures) -> float:
-    out = figures["bytes"] / 1e9 / figures["d2h_pinned_gbps"]
-    return float(out) + _over("h2d_pinned_gbps")(figures)
+    return _to_host(figures) + _over("h2d_pinned_gbps")(figures)
+
+
+def _to_host(figures: Figures) -> float:
+    return float(figures["bytes"]) / 1e9 / float(figures["d2h_pinned_gbps"])
 
 
 def _switch(figures: Figures) -> float:
@@ -168,6 +171,25 @@ MOE30_ROWS = (
     Row("restart_to_serving_s", "vllm_start_s + two loads + 20 s", _restart, 1.0),
     Row("push_s", "bytes, one thread's copy", lambda f: f["bytes"] / 1e9 / f["memcpy_gbps"]),
 )
+
+#: Of the part colocated, besides.
+COLOCATED_ROWS = (
+    *ROWS,
+    Row(
+        "update_end_to_end_device_s",
+        "vLLM's ipc backend end to end",
+        _figure("update_end_to_end_vllm_ipc_s"),
+        1.0,
+    ),
+    Row("push_slowdown", "token gaps without it", _constant(1.0), 1.10),
+    Row("device_pause_s", _FLOOR, _figure("vllm_pause_floor_s", 0.025)),
+    Row("host_copy_follows_s", "bytes / pinned device to host", _to_host),
+    Row("read_s", "bytes per rank / read rate", _over("read_gbps")),
+    Row("in_place_commit_s", "one read of the parameters", _figure("read_s"), 1.5),
+)
+
+#: Of the parts that have their own.
+PART_ROWS = {"moe30": MOE30_ROWS, "colocated": COLOCATED_ROWS}
 
 
 def beside(figures: Figures, rows: Sequence[Row] = ROWS) -> dict[str, dict[str, Any]]:

@@ -86,6 +86,7 @@ _GPU = (
     "compiled",
     "apply2",
     "push",
+    "colocated",
     "models",
     "moe30",
 )

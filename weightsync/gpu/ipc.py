@@ -115,6 +115,35 @@ class Place(NamedTuple):
     offset: int
 
 
+class _Imports:
+    """Where allocations lie in the processes that made them, of those that are open in this one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: By their addresses here, and as often as each is open.
+        self._places: dict[int, list[Place]] = {}
+
+    def add(self, base: int, place: Place) -> None:
+        """Take note of one that was opened."""
+        with self._lock:
+            self._places.setdefault(base, []).append(place)
+
+    def remove(self, base: int) -> None:
+        """Take note of one that is about to be closed."""
+        with self._lock:
+            self._places[base].pop()
+            if not self._places[base]:
+                del self._places[base]
+
+    def find(self, base: int) -> Place | None:
+        """Return where one lies; None: it is this process's own."""
+        with self._lock:
+            return self._places.get(base, [None])[-1]
+
+
+_imports = _Imports()
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     try:
@@ -143,7 +172,7 @@ def _uuid(ordinal: int) -> bytes:
 
 
 def place_of(address: int, known: dict[int, Place] | None = None) -> Place:
-    """Return where device memory lies.
+    """Return where device memory lies, also what this process has of another one.
 
     The calling thread must be at work on its device, as it is after any call of PyTorch's for it.
 
@@ -159,7 +188,8 @@ def place_of(address: int, known: dict[int, Place] | None = None) -> Place:
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
     whole = known.get(base.value) if known is not None else None
     if whole is None:
-        whole = _place_of_allocation(base.value)
+        # The driver makes a handle for the process alone that has allocated it.
+        whole = _imports.find(base.value) or _place_of_allocation(base.value)
         if known is not None:
             known[base.value] = whole
     return whole._replace(offset=address - base.value)
@@ -205,7 +235,7 @@ def _device(uuid: bytes) -> Device:
     for ordinal in range(count.value):
         if _uuid(ordinal) == uuid:
             return Device(ordinal)
-    msg = f"none of the {count.value} devices that the server sees is the trainer's"
+    msg = f"it is none of the {count.value} devices that this process sees"
     raise DeviceError(msg)
 
 
@@ -256,8 +286,12 @@ class Device:
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
         try:
             _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
-            # From the address on, wherever in its allocation that is.
-            yield address.value, base.value + size.value - address.value
+            _imports.add(base.value, Place(_uuid(self.ordinal), handle, 0))
+            try:
+                # From the address on, wherever in its allocation that is.
+                yield address.value, base.value + size.value - address.value
+            finally:
+                _imports.remove(base.value)
         finally:
             # A device that has failed says so to everything; whoever copied was told.
             with self._lock, contextlib.suppress(DeviceError):

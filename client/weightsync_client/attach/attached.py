@@ -31,6 +31,7 @@ class AttachedBox(NamedTuple):
         rank: `dp/pp/tp`.
         offsets: Where the part begins in the whole tensor, elements.
         view: The live parameter's memory, in its dtype, which may be another than the checkpoint's.
+            No kernel of another GPU reaches it.
     """
 
     rank: str
@@ -144,7 +145,7 @@ class Attached(Mapping[str, torch.Tensor]):
                 here = overlap(part.offsets, part.view.shape, offsets, tensor.shape)
                 there = overlap(offsets, tensor.shape, part.offsets, part.view.shape)
                 if here is not None and there is not None:
-                    part.view[here].copy_(tensor[there])
+                    part.view[here].copy_(_near(tensor[there], part.view))
 
     def transaction(
         self, *, lease_s: float = 60.0, background: bool = False, **pause: Unpack[PauseChoices]
@@ -338,6 +339,15 @@ def attach(engine: str, socket: str, secret: str, writing: Writing) -> Attached:
 def _part(whole: torch.Tensor, part: AttachedBox) -> torch.Tensor:
     spans = zip(part.offsets, part.view.shape, strict=True)
     return whole[tuple(slice(begin, begin + length) for begin, length in spans)]
+
+
+def _near(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor where a kernel that writes a view reaches both.
+
+    What was opened of another process is mapped for its own GPU alone, and PyTorch would have the
+    GPU that a tensor comes from write what it casts, or what has gaps.
+    """
+    return tensor.to(view.device) if tensor.is_cuda and view.is_cuda else tensor
 
 
 def overlap(

@@ -46,3 +46,20 @@ def test_applies_leave_the_trainers_weights(part: str, suffixes: tuple[str, ...]
         assert report["commit_registered_s"] > 0
         assert report["staging_slowdown"] > 0
         assert report["staging_max_gap_s"] > 0
+
+
+def test_a_trainer_in_the_engine_s_memory_leaves_what_the_other_one_has() -> None:
+    report = _line("colocated")
+    assert report["errors"] == []
+    assert report["bitwise_equal"] is True
+    for way in ("pushed", "device", "in_place"):
+        assert report[f"{way}_rollback_verified"] is True
+    assert 0 < report["device_pause_s"] < report["device_served_s"]
+    assert report["update_end_to_end_device_s"] > 0
+    assert report["host_copy_follows_s"] > 0
+    assert 0 < report["read_s"] < report["attach_first_s"]
+    assert 0 < report["in_place_commit_s"] < report["in_place_call_s"] < report["in_place_pause_s"]
+    assert report["beside"]["in_place_commit_s"]["limit"] == pytest.approx(
+        report["read_s"], rel=0.001
+    )
+    assert report["beside"]["host_copy_follows_s"]["limit"] > 0

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
+
+from weightsync.model.digest import tensor_digest
 from weightsync.vllm.apply.prepared import RankPrepared
 from weightsync.vllm.plan.int_views import joined_digest_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from weightsync.vllm.apply.device_ops import DeviceOps
     from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.apply.transform import Prepared
+    from weightsync.vllm.plan.live_params import Targets
     from weightsync.vllm.plan.load_plan import Slice
 
 __all__ = ["LiveDigests", "changed_since", "digest_live"]
+
+#: Most that a device digests with one block of threads. Of 15 GB an embedding of 1 GB, by one, took
+#: 30 ms on an H200, and all took 32; cut into 16 MiB 5.6 ms, 32 MiB 4.8, 64 MiB 4.4.
+_PIECE_BYTES = 64 << 20
+#: Elements: pieces begin where a device can digest them.
+_ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -64,16 +76,17 @@ def digest_live(
     if not isinstance(target, RankPrepared):
         msg = "vLLM computes what is live of this model, so that nobody but it may write that"
         raise PlanRefusedError(msg)
-    views = target.targets.views()
-    found: dict[int, bytes] = dict(ops.digests(dict(enumerate(views)), stop))
-    rest = [index for index in range(len(views)) if index not in found]
+    pieces, counts = _cut(target.targets)
+    found: dict[int, bytes] = dict(ops.digests(pieces, stop))
+    rest = [number for number in pieces if number not in found]
 
     def digest(at: int) -> None:
-        index = rest[at]
-        found[index] = joined_digest_of([views[index]], stop=stop or bool)
+        number = rest[at]
+        found[number] = joined_digest_of([pieces[number]], stop=stop or bool)
 
-    threads.each(digest, [views[index].nbytes for index in rest])
-    return LiveDigests(target, tuple(found[index] for index in range(len(views))))
+    threads.each(digest, [pieces[number].nbytes for number in rest])
+    digests = (found[number] for number in pieces)
+    return LiveDigests(target, tuple(_joined(islice(digests, count)) for count in counts))
 
 
 def changed_since(
@@ -90,6 +103,47 @@ def changed_since(
     if before is None:
         return []
     return before.unlike(digest_live(before.target, ops, threads, stop))
+
+
+class _Cut(NamedTuple):
+    """The live views of a plan in pieces; made once, for the engine stands still meanwhile.
+
+    Attributes:
+        views: What was cut.
+        pieces: All pieces, by their numbers.
+        counts: How many each view has.
+    """
+
+    views: Sequence[torch.Tensor]
+    pieces: Mapping[int, torch.Tensor]
+    counts: Sequence[int]
+
+
+_cuts: WeakKeyDictionary[Targets, _Cut] = WeakKeyDictionary()
+
+
+def _cut(targets: Targets) -> tuple[Mapping[int, torch.Tensor], Sequence[int]]:
+    views, known = targets.views(), _cuts.get(targets)
+    # They are others once a parameter was replaced.
+    if known is None or known.views is not views:
+        cut = [_pieces(view) for view in views]
+        pieces = dict(enumerate(piece for of_view in cut for piece in of_view))
+        known = _cuts[targets] = _Cut(views, pieces, [len(of_view) for of_view in cut])
+    return known.pieces, known.counts
+
+
+def _pieces(view: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Cut what is live; ranks that have the same part of a tensor cut it alike."""
+    if not view.is_contiguous() or view.nbytes <= _PIECE_BYTES:
+        return [view]
+    # As long as each other: all end together.
+    count = -(-view.nbytes // _PIECE_BYTES)
+    size = -(-view.numel() // (count * _ALIGNED)) * _ALIGNED
+    return torch.split(view.reshape(-1), size)
+
+
+def _joined(digests: Iterable[bytes]) -> bytes:
+    return tensor_digest(b"".join(digests))
 
 
 def _part(each: Slice) -> str:

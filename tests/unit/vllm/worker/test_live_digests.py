@@ -11,6 +11,7 @@ from safetensors.torch import save
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker, adopted, give_device
 from weightsync.vllm.env import Amount
+from weightsync.vllm.worker import live_digests
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging
@@ -31,6 +32,11 @@ def _write(rank: Worker, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in wanted.named_parameters():
             rank.model.get_parameter(name).copy_(parameter)
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_digests, "_PIECE_BYTES", 64)
 
 
 def test_what_is_digested_is_taken_for_whole(rank: Worker) -> None:
