@@ -218,11 +218,11 @@ def test_a_trainer_s_own_tensors_are_served_before_they_are_pushed(site: Attache
     assert site.violations() == {}
 
 
-def test_tensors_of_another_dtype_are_not_kept(site: AttachedSite) -> None:
+def test_tensors_of_another_dtype_are_refused_before_the_pause(site: AttachedSite) -> None:
     before = site.answers()
     with site.client() as client, client.attach() as attached:
         own = {name: tensor.cuda().float() for name, tensor in content_of(site.second).items()}
-        with pytest.raises(ClientError, match="convert them before the push"):
+        with pytest.raises(ClientError, match="give exactly those"):
             attached.update(own)
         assert unlike(attached, site.first) == []
         assert site.answers() == before

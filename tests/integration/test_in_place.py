@@ -370,6 +370,7 @@ def test_what_a_trainer_overwrites_too_early_is_found(site: _Site) -> None:
         (lambda tensors: tensors.pop("b"), "b"),
         (lambda tensors: tensors.update(c=torch.zeros(1)), "c"),
         (lambda tensors: tensors.update(w=torch.zeros(4, 8)), "w"),
+        (lambda tensors: tensors.update(w=tensors["w"].bfloat16()), "w"),
     ],
 )
 def test_an_update_is_all_that_the_engine_has(
@@ -378,7 +379,7 @@ def test_an_update_is_all_that_the_engine_has(
     with site.attached() as attached:
         tensors = _tensors(5)
         change(tensors)
-        with pytest.raises(InvalidError, match=rf"\({named}\); give exactly those"):
+        with pytest.raises(InvalidError, match=rf"checkpoint: {named} \(of {named} it has"):
             attached.update(tensors)
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
     assert site.recover() == 1
@@ -446,7 +447,7 @@ def test_processes_that_have_parts_have_them_served_together(site: _Site, how: s
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("missing", "1 tensors are missing, unknown to the engine or of another shape (b)"),
+        ("missing", "tensors are missing, unknown to the engine, or of another dtype or shape"),
         ("fails", "ZeroDivisionError: division by zero"),
     ],
 )

@@ -30,6 +30,7 @@ class LiveBox:
     Attributes:
         tensor: Name in the checkpoint.
         dtype: Safetensors dtype of what is live, which may be another than the checkpoint's.
+        stored: Safetensors dtype of the tensor in the version that is live.
         shape: Of the whole tensor, elements.
         offsets: Where the part begins in it, elements.
         lengths: How far it goes, elements.
@@ -40,6 +41,7 @@ class LiveBox:
 
     tensor: str
     dtype: str
+    stored: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -101,10 +103,11 @@ class LiveViews:
 
 
 def _box(values: list[Any]) -> LiveBox:
-    tensor, dtype, shape, offsets, lengths, stride, memory, begin = values
+    tensor, dtype, stored, shape, offsets, lengths, stride, memory, begin = values
     return LiveBox(
         str(tensor),
         str(dtype),
+        str(stored),
         _dims(shape),
         _dims(offsets),
         _dims(lengths),

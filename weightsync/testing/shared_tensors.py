@@ -86,8 +86,8 @@ class SharedTensors(MutableMapping[str, bytes]):
                 os.close(fd)
 
     def _box(self, name: str, dtype: str, shape: tuple[int, ...]) -> LiveBox:
-        nowhere = (0,) * len(shape)
-        return LiveBox(name, dtype, shape, nowhere, shape, _dense(shape), 0, self._places[name][0])
+        nowhere, begin = (0,) * len(shape), self._places[name][0]
+        return LiveBox(name, dtype, dtype, shape, nowhere, shape, _dense(shape), 0, begin)
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from weightsync_client.attach.in_place import InPlaceTransaction
 from weightsync_client.attach.joint_update import update_together
 from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
+from weightsync_client.attach.tensor_kinds import TensorKind, kind_of
 from weightsync_client.attach.transaction_call import Writing
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
@@ -66,6 +67,7 @@ class Attached(Mapping[str, torch.Tensor]):
         self._client = client
         self._transaction: InPlaceTransaction | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._stored: dict[str, str] = {}
         boxes: dict[str, list[AttachedBox]] = defaultdict(list)
         with contextlib.ExitStack() as stack:
             stack.callback(client.close)
@@ -75,6 +77,7 @@ class Attached(Mapping[str, torch.Tensor]):
                     part = AttachedBox(rank.views.rank, box.offsets, view_of_box(box, memory))
                     boxes[box.tensor].append(part)
                     self._shapes[box.tensor] = box.shape
+                    self._stored[box.tensor] = box.stored
             self._stack = stack.pop_all()
         self.boxes: Mapping[str, tuple[AttachedBox, ...]] = {
             name: tuple(parts) for name, parts in boxes.items()
@@ -188,7 +191,7 @@ class Attached(Mapping[str, torch.Tensor]):
         calls this, each attached, with the parts that it has. What fails in one fails in all.
 
         Args:
-            tensors: All of `boxes`, in these shapes; any dtype and device.
+            tensors: All of `boxes`, in the dtypes and shapes of the checkpoint; on any device.
             lease_s: As of `transaction`.
             background: As of `transaction`; not of several processes.
             **pause: As of `transaction`.
@@ -208,7 +211,7 @@ class Attached(Mapping[str, torch.Tensor]):
                 )
             update_together(self, transaction, tensors, self._writing.push)
             return transaction
-        self.check_complete({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self.check_complete({name: kind_of(name, tensor) for name, tensor in tensors.items()})
         with transaction:
             for name, tensor in tensors.items():
                 self.write(name, tensor)
@@ -233,23 +236,20 @@ class Attached(Mapping[str, torch.Tensor]):
         )
         return self._transaction
 
-    def check_complete(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Accept the shapes of all tensors, by name.
+    def check_complete(self, kinds: Mapping[str, TensorKind]) -> None:
+        """Accept the dtypes and shapes of all tensors, by name.
 
         Raises:
-            ClientError: Naming what is missing, unknown or of another shape.
+            ClientError: Naming what is missing, unknown or of another kind.
         """
-        wrong = [
-            name
-            for name in self._shapes.keys() | shapes
-            if self._shapes.get(name) != shapes.get(name)
-        ]
+        here = {name: TensorKind(self._stored[name], shape) for name, shape in self._shapes.items()}
+        wrong = sorted(name for name in here.keys() | kinds if here.get(name) != kinds.get(name))
         if wrong:
-            named = ", ".join(sorted(wrong)[:10])
             raise refuse(
                 Reason.REQUEST_INVALID,
-                f"{len(wrong)} tensors are missing, unknown to the engine or of another shape "
-                f"({named}); give exactly those of `boxes`, in their shapes",
+                "tensors are missing, unknown to the engine, or of another dtype or shape than in "
+                f"its checkpoint: {', '.join(wrong[:10])} (of {wrong[0]} it has "
+                f"{here.get(wrong[0], 'none')}); give exactly those of `boxes`, converted",
             )
 
     def load_into(self, model: torch.nn.Module) -> None:

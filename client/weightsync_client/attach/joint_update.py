@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import distributed
 
 from weightsync.errors import Reason
+from weightsync_client.attach.tensor_kinds import TensorKind, kind_of
 from weightsync_client.errors import ClientError, refuse
 from weightsync_client.source.sharded_tensors import ShardedTensor, is_sharded, local_parts
 
@@ -25,8 +26,8 @@ T = TypeVar("T")
 class Target(Protocol):
     """Live parameters of an engine; see `Attached`."""
 
-    def check_complete(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Accept the shapes of all tensors, by name."""
+    def check_complete(self, kinds: Mapping[str, TensorKind]) -> None:
+        """Accept the dtypes and shapes of all tensors, by name."""
 
     def write_box(self, name: str, offsets: Sequence[int], tensor: torch.Tensor) -> None:
         """Put a box of a tensor into every place where a part of it lies, on every rank."""
@@ -55,7 +56,8 @@ def update_together(
     processes = _TrainerGroup()
     with processes.together():
         parts = {name: _part(name, value, processes.number) for name, value in tensors.items()}
-        target.check_complete({name: part.shape for name, part in parts.items()})
+        kinds = {name: TensorKind(part.dtype, part.shape) for name, part in parts.items()}
+        target.check_complete(kinds)
     key = processes.led(transaction.begin)
     try:
         # Nobody renews the lease: one that hangs would keep the engine standing.
@@ -90,7 +92,8 @@ def _part(name: str, value: Any, number: int) -> ShardedTensor:
         return local_parts(name, value)
     # All processes have it whole.
     whole = [((0,) * value.ndim, value)]
-    return ShardedTensor(tuple(value.shape), "", whole, replica=number > 0)
+    dtype, shape = kind_of(name, value)
+    return ShardedTensor(shape, dtype, whole, replica=number > 0)
 
 
 class _TrainerGroup:

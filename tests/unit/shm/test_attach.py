@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_BOX = LiveBox("w", "F32", (4, 2), (2, 0), (2, 2), (2, 1), 0, 64)
+_BOX = LiveBox("w", "F32", "BF16", (4, 2), (2, 0), (2, 2), (2, 1), 0, 64)
 _VIEWS = LiveViews("0/0/0", b"", "m", {"layers": 1}, (_BOX,))
 
 

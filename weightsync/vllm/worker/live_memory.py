@@ -94,7 +94,7 @@ def hand_out(
             LiveBox(
                 part.tensor,
                 target.plan.param_dtypes[item.param],
-                target.plan.tensors[part.tensor][1],
+                *target.plan.tensors[part.tensor],
                 part.offsets,
                 part.lengths,
                 part.stride,
