@@ -51,7 +51,7 @@ def users_code(doing: str) -> Iterator[None]:
     except UserClassError:
         raise
     except BaseException as error:  # also SystemExit, which is no end of the trainer
-        logger.exception("%s of the trainer's class raised", doing)
+        logger.error("%s of the trainer's class raised\n%s", doing, _trace_of(error).decode())  # noqa: TRY400 - with what a log can hold
         raise UserClassError(doing, error) from error
 
 
@@ -63,8 +63,7 @@ def failure_of(error: BaseException, sentence: str) -> dict[str, Any]:
         sentence: What comes before it.
     """
     what = f"{type(error).__name__}: {error}".strip(": ")
-    trace = "".join(traceback.format_exception(error)).encode(errors="replace")
-    metadata = {"traceback": trace[-_TRACEBACK:].decode(errors="ignore")}
+    metadata = {"traceback": _trace_of(error)[-_TRACEBACK:].decode(errors="ignore")}
     if isinstance(error, WeightSyncError):
         metadata["cause"] = error.reason.value
     return {
@@ -72,6 +71,10 @@ def failure_of(error: BaseException, sentence: str) -> dict[str, Any]:
         "error": f"{sentence} {_cut(what)}",
         "metadata": metadata,
     }
+
+
+def _trace_of(error: BaseException) -> bytes:
+    return "".join(traceback.format_exception(error)).encode(errors="replace")
 
 
 def _cut(text: str) -> str:

@@ -30,7 +30,9 @@ def test_what_the_service_refused_is_its_cause() -> None:
     assert answer["metadata"]["cause"] == "VERSION_CONFLICT"
 
 
-@pytest.mark.parametrize("letter", ["x", "\N{SNOWMAN}", "\udc80"])
+@pytest.mark.parametrize(
+    "letter", ["x", "\N{SNOWMAN}", "\udc80"], ids=["letter", "wide", "surrogate"]
+)
 def test_it_fits_into_a_status(letter: str) -> None:
     answer = _raised(ValueError(letter * 100_000)).answer
     error = WeightSyncError(Reason(answer["reason"]), answer["error"], metadata=answer["metadata"])
