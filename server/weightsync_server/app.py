@@ -21,6 +21,7 @@ from weightsync_server.attach import (
     AttachMetrics,
     AttachServicer,
     InPlaceCalls,
+    InPlaceVersions,
     add_attach_service,
 )
 from weightsync_server.auth import Endpoint
@@ -201,7 +202,12 @@ class App:
         attach_metrics = AttachMetrics(metrics)
         attachments = Attachments(engines.set, segments, attach_socket(settings), attach_metrics)
         attachments.start(stack)
-        transactions = InPlaceCalls(parts, host, pushes.give_up, attach_metrics)
+        transactions = InPlaceCalls(
+            parts,
+            host,
+            InPlaceVersions(pushes.give_up, model.collector, model.serving),
+            attach_metrics,
+        )
         of_fleet, fleet = fleet_options(settings), None
         if of_fleet is not None and settings.engine_names == ["none"]:
             model.collector.needed_elsewhere = watch_needs(of_fleet, stack).contents

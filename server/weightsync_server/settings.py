@@ -100,8 +100,8 @@ class Settings(FleetSettings, FollowSettings, TrainSettings, BaseSettings):
     listen: _Several = Field(
         ["127.0.0.1:50551"],
         description="gRPC addresses: HOST:PORT, unix:PATH, or unix:PATH?role=ROLE, a socket that "
-        "gives ROLE (push, apply, read, follow, member, fleet or admin) to whoever may open it. "
-        "Other hosts can reach an address only with TLS and an authority file.",
+        "gives ROLE (push, train, apply, read, follow, member, fleet or admin) to whoever may open "
+        "it. Other hosts can reach an address only with TLS and an authority file.",
     )
     authority: Path | None = Field(
         None,

@@ -286,6 +286,9 @@ def test_the_engine_generates_before_it_is_pushed(site: _Site) -> None:
             with pytest.raises(ClientError, match="what a trainer writes in place") as caught:
                 client.push(_tensors(7), version=newest.version)
             assert caught.value.reason is Reason.PUSH_ABORTED
+            with pytest.raises(ClientError, match="in an engine's memory alone") as caught:
+                next(iter(client.tensors(newest.version)))
+            assert caught.value.reason is Reason.PUSH_INCOMPLETE
             time.sleep(1)
 
         with _pushing(attached, look), attached.transaction() as transaction:
@@ -320,19 +323,60 @@ def test_it_is_pushed_in_the_background(site: _Site) -> None:
     assert site.recover() == 3
 
 
-def test_what_fails_in_the_background_is_raised_by_the_next(site: _Site) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_fails_in_the_background_is_raised_once(site: _Site, *, asked: bool) -> None:
+    """By `result`, or else by the next transaction."""
     with site.attached() as attached:
+        failed = pytest.raises(ClientError, match="holds something else of b")
         with _pushing(attached, after=lambda: _write_b(attached, 1)):
             with attached.transaction(background=True) as first:
                 _add(attached, 10)
-            with pytest.raises(ClientError, match="holds something else of b"):
-                first.result()
-        with pytest.raises(ClientError, match="holds something else of b"), attached.transaction():
-            pytest.fail("it may not be written")
+            if asked:
+                with failed:
+                    first.result()
+            else:
+                with failed, attached.transaction():
+                    pytest.fail("it may not be written")
+        assert first.result() is None
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
         with attached.transaction(background=True):
             _add(attached, 10)
     assert site.recover() == 3
+
+
+def test_a_trainer_has_one_transaction_at_a_time(site: _Site) -> None:
+    with site.attached() as attached:
+        with attached.transaction():
+            _add(attached, 10)
+            inner = attached.transaction()
+            with pytest.raises(InvalidError, match="is open; begin one when"), inner:
+                pytest.fail("it may not be written")
+        assert attached.version == 2
+    assert site.recover() == 2
+
+
+def test_what_was_closed_says_so(site: _Site) -> None:
+    with site.attached() as attached:
+        pass
+    for use in (attached.check, attached.transaction().begin):
+        with pytest.raises(InvalidError, match="this was closed; attach again"):
+            use()
+    assert site.recover() == 1
+
+
+def test_a_lease_that_is_over_is_not_renewed(site: _Site) -> None:
+    with site.attached() as attached:
+
+        def late() -> None:
+            _until(lambda: "version 1 is put back" in site.server.log)
+            time.sleep(0.5)
+            transaction.renew()
+            pytest.fail("it may not be written any more")
+
+        transaction = attached.transaction(lease_s=0.5)
+        with pytest.raises(ClientError, match=r"silent for 0\.5 s"), transaction:
+            late()
+    assert site.recover() == 1
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -361,6 +405,32 @@ def test_what_a_trainer_overwrites_too_early_is_found(site: _Site) -> None:
             attached.update(wanted)
         assert caught.value.reason is Reason.APPLY_RESTORED
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
+    assert site.recover() == 1
+
+
+def test_a_tied_tensor_is_left_out_of_an_update(site: _Site) -> None:
+    with site.attached() as attached:
+        wanted = _tensors(5)
+        attached.update(wanted | {"head": wanted["w"]})
+        assert torch.equal(attached.read("w"), wanted["w"])
+        with pytest.raises(InvalidError, match="checkpoint: head"):
+            attached.update(wanted | {"head": wanted["w"].clone()})
+    assert site.recover() == 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        (None, "takes tensors by name, not NoneType"),
+        ([("b", torch.zeros(3))], "takes tensors by name, not list"),
+        ({"w": [1.0]}, "w is no dense tensor"),
+        ({"w": torch.zeros(8, 4, device="meta")}, "w is no dense tensor"),
+        ({"w": torch.zeros(8, 4).to_sparse()}, "w is no dense tensor"),
+    ],
+)
+def test_what_is_no_tensor_is_refused(site: _Site, tensors: Any, why: str) -> None:
+    with site.attached() as attached, pytest.raises(InvalidError, match=why):
+        attached.update(tensors)
     assert site.recover() == 1
 
 
@@ -478,6 +548,8 @@ def test_what_was_written_once_it_was_live_is_found(site: _Site, rank: int, when
         with _pushing(attached, **{when: lie}):
             message = _refused(attached, Reason.APPLY_RESTORED)
         assert "holds something else of b" in message
+        with site.client() as client:
+            assert [one.version for one in client.versions()] == [1]
         for box in attached.boxes["b"]:
             assert torch.equal(box.view, _tensors(1)["b"])
     assert site.recover() == 1
@@ -498,8 +570,8 @@ def test_a_push_that_fails_leaves_nothing(site: _Site, when: str) -> None:
             _add(attached, 10)
         assert attached.version == 1
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
-        left = {one.version: one.serving for one in client.versions()}
-        assert left == ({1: "live"} if when == "before" else {1: "live", 2: "no"})
+        # Nobody takes it for the newest.
+        assert [one.version for one in client.versions()] == [1]
         # Its number was served under, and is never another content's.
         with attached.transaction():
             _add(attached, 10)

@@ -16,7 +16,7 @@ from weightsync_client.attach.in_place import InPlaceTransaction
 from weightsync_client.attach.joint_update import update_together
 from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
-from weightsync_client.attach.tensor_kinds import TensorKind, kind_of
+from weightsync_client.attach.tensor_kinds import TensorKind, kind_of, without_ties
 from weightsync_client.attach.transaction_call import Writing
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
@@ -66,6 +66,7 @@ class Attached(Mapping[str, torch.Tensor]):
         self.content_digest = client.content_digest
         self._client = client
         self._transaction: InPlaceTransaction | None = None
+        self._closed = False
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, str] = {}
         boxes: dict[str, list[AttachedBox]] = defaultdict(list)
@@ -191,7 +192,8 @@ class Attached(Mapping[str, torch.Tensor]):
         calls this, each attached, with the parts that it has. What fails in one fails in all.
 
         Args:
-            tensors: All of `boxes`, in the dtypes and shapes of the checkpoint; on any device.
+            tensors: All of `boxes`, in the dtypes and shapes of the checkpoint; on any device. One
+                that is tied to another of them, and that the checkpoint has not, is left out.
             lease_s: As of `transaction`.
             background: As of `transaction`; not of several processes.
             **pause: As of `transaction`.
@@ -202,6 +204,7 @@ class Attached(Mapping[str, torch.Tensor]):
             TypeError: There is no such option.
         """
         check_options("update", pause, PauseChoices)
+        tensors = without_ties(tensors, self.boxes.keys())
         transaction = self._begun(lease_s, pause, background=background, source=tensors)
         if any(map(is_sharded, tensors.values())):
             if background:
@@ -272,11 +275,21 @@ class Attached(Mapping[str, torch.Tensor]):
             ClientError: RefusedError: something was written outside a transaction, and the version
                 was placed again. UnavailableError: engine or server were started anew.
         """
+        self.check_open()
         try:
             with typed_errors():
                 self._client.check()
         except OSError as error:
             raise _gone(error) from error
+
+    def check_open(self) -> None:
+        """Return if this was not closed.
+
+        Raises:
+            ClientError: REQUEST_INVALID.
+        """
+        if self._closed:
+            raise refuse(Reason.REQUEST_INVALID, "this was closed; attach again")
 
     def settle(self) -> None:
         """Wait until whatever this process has queued on the GPUs of the parameters is done."""
@@ -296,6 +309,7 @@ class Attached(Mapping[str, torch.Tensor]):
             # What runs on a GPU would lose its memory.
             self.settle()
         finally:
+            self._closed = True
             self._stack.close()
 
     def __enter__(self) -> Self:

@@ -7,7 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from weightsync.errors import Reason
 from weightsync_client.attach.transaction_call import TransactionCall
+from weightsync_client.errors import refuse
 from weightsync_client.rpc import calls
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ class Writable(Protocol):
 
     def settle(self) -> None:
         """Wait until whatever is queued on GPUs is done."""
+
+    def check_open(self) -> None:
+        """Refuse what was closed."""
 
 
 class InPlaceTransaction:
@@ -101,11 +106,29 @@ class InPlaceTransaction:
         """Have the engine stand still; return the id."""
         before, self._before = self._before, None
         if before is not None:
+            before.check_over()
             before.result()
+        self._attached.check_open()
         return self.call.begin(self._attached.version)
 
+    def check_over(self) -> None:
+        """Refuse to wait for a block that has not ended.
+
+        Raises:
+            ClientError: REQUEST_INVALID.
+        """
+        if self.call.writes:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"transaction {self.id} of this trainer is open; begin one when that has ended",
+            )
+
     def renew(self) -> None:
-        """Say that this trainer is at work still: it has its whole lease again."""
+        """Say that this trainer is at work still: it has its whole lease again.
+
+        Raises:
+            ClientError: It has ended already: nothing may be written any more.
+        """
         self.call.renew()
 
     def __exit__(
@@ -140,10 +163,11 @@ class InPlaceTransaction:
         """Wait until what was written is pushed and proved; None: nothing was.
 
         Raises:
-            ClientError: As the end of the block.
+            ClientError: As the end of the block; the first call alone.
         """
-        if self._following is not None:
-            self._following.result()
+        following, self._following = self._following, None
+        if following is not None:
+            following.result()
         return self.report
 
     def _follow(self, version: int) -> None:

@@ -129,7 +129,7 @@ class _TrainerGroup:
         except Exception as raised:  # noqa: BLE001 - all processes are told, then it is raised
             error = raised
         errors: list[tuple[Reason, str] | None] = [None] * self.count
-        distributed.all_gather_object(errors, _facts(error))
+        _tell(lambda: distributed.all_gather_object(errors, _facts(error)))
         if error is not None:
             raise error
         for number, other in enumerate(errors):
@@ -150,7 +150,7 @@ class _TrainerGroup:
                 answer[0] = work()
             except Exception as raised:  # noqa: BLE001 - all processes are told, then it is raised
                 error, answer[1] = raised, _facts(raised)
-        distributed.broadcast_object_list(answer, src=0)
+        _tell(lambda: distributed.broadcast_object_list(answer, src=0))
         if error is not None:
             raise error
         if answer[1] is not None:
@@ -158,6 +158,18 @@ class _TrainerGroup:
             raise refuse(reason, message)
         result: T = answer[0]
         return result
+
+
+def _tell(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise refuse(
+            Reason.PUSH_ABORTED,
+            f"a process of this update has gone ({first}), and the version before is served; "
+            "start the processes anew and attach again",
+        ) from error
 
 
 def _facts(error: BaseException | None) -> tuple[Reason, str] | None:

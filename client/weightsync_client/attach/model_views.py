@@ -42,6 +42,12 @@ def put_into(model: torch.nn.Module, live: Mapping[str, torch.Tensor]) -> None:
         ClientError: Naming what is not there; the model is as it was.
     """
     places = list(_on_meta(model))
+    if not places:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            "no tensor of the model is on the meta device; build it under `with "
+            'torch.device("meta")`, so that it has no memory of its own',
+        )
     found = _matched(model, places, live)
     device = next((view.device for view in found.values()), torch.device("cpu"))
     rest = [place for place in places if id(place.tensor) not in found]

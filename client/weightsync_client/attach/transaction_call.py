@@ -55,6 +55,7 @@ class TransactionCall:
 
     Attributes:
         id: Names it; "": it has not begun.
+        writes: Whether the trainer may write.
         paused_s: How long nothing was generated, seconds, once the engine goes on.
     """
 
@@ -63,6 +64,7 @@ class TransactionCall:
         self._steps: queue.SimpleQueue[pb.WriteInPlaceRequest | None] = queue.SimpleQueue()
         self._call: Any = None
         self.id = ""
+        self.writes = False
         self.paused_s = 0.0
 
     def begin(self, base_version: int) -> str:
@@ -80,10 +82,17 @@ class TransactionCall:
         self._steps.put(pb.WriteInPlaceRequest(begin=self._begin))
         self._call = self._writing.open(iter(self._steps.get, None))
         self.id = self._answer().begun.transaction_id
+        self.writes = True
         return self.id
 
     def renew(self) -> None:
-        """Say that this trainer is at work still."""
+        """Say that this trainer is at work still.
+
+        Raises:
+            ClientError: The server has ended it, with the reason.
+        """
+        if self.writes and not self._call.is_active():
+            self._answer()
         self._steps.put(pb.WriteInPlaceRequest(renew=pb.RenewInPlace()))
 
     @contextlib.contextmanager
@@ -94,7 +103,7 @@ class TransactionCall:
 
         def renew() -> None:
             while not over.wait(lease_s / 3):
-                self.renew()
+                self._steps.put(pb.WriteInPlaceRequest(renew=pb.RenewInPlace()))
 
         thread = threading.Thread(target=renew, name="in place lease", daemon=True)
         thread.start()
@@ -115,6 +124,7 @@ class TransactionCall:
         """
         self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace()))
         live = self._answer().live
+        self.writes = False
         self.paused_s = live.paused.ToNanoseconds() / 1e9
         return live.version
 
@@ -154,5 +164,6 @@ class TransactionCall:
         return answer
 
     def _end(self) -> None:
+        self.writes = False
         self._steps.put(None)
         self._call.cancel()

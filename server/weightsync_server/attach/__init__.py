@@ -6,5 +6,13 @@ from weightsync_server.attach.attach_metrics import AttachMetrics
 from weightsync_server.attach.attach_servicer import AttachServicer, add_attach_service
 from weightsync_server.attach.attachments import Attachments
 from weightsync_server.attach.in_place_call import InPlaceCalls
+from weightsync_server.attach.in_place_versions import InPlaceVersions
 
-__all__ = ["AttachMetrics", "AttachServicer", "Attachments", "InPlaceCalls", "add_attach_service"]
+__all__ = [
+    "AttachMetrics",
+    "AttachServicer",
+    "Attachments",
+    "InPlaceCalls",
+    "InPlaceVersions",
+    "add_attach_service",
+]

@@ -33,10 +33,11 @@ from weightsync_server.engine.unfinished import write_down
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from weightsync.engine import PauseSpec
     from weightsync.v1 import weightsync_pb2
+    from weightsync_server.attach.in_place_versions import InPlaceVersions
     from weightsync_server.attach.trainer_line import TrainerLine
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine import EngineApplier, HostParts, ModelParts
@@ -73,7 +74,7 @@ class InPlace:
         host: What engines share.
         order: What the trainer begins with.
         trainer: Who writes.
-        give_up: Lets nothing become of a version that was written, and of its push.
+        versions: Drops what does not count.
 
     Attributes:
         id: Names it.
@@ -86,12 +87,12 @@ class InPlace:
         host: HostParts,
         order: InPlaceOrder,
         trainer: TrainerLine,
-        give_up: Callable[[VersionRecord, WeightSyncError], Awaitable[None]],
+        versions: InPlaceVersions,
     ) -> None:
         self.id = secrets.token_hex(8)
         self._applier, self._supervisor = applier, applier.supervisor
         self._model, self._host, self._order = model, host, order
-        self._trainer, self._give_up = trainer, give_up
+        self._trainer, self._versions = trainer, versions
 
     async def run(self) -> weightsync_pb2.ApplyReport:
         """Return when the engine generates on what was written, pushed and proved on every rank.
@@ -113,8 +114,7 @@ class InPlace:
             try:
                 plan = await self._copied(session, base, record)
             except (WeightSyncError, OSError) as error:
-                async with self._paused(session, base):
-                    await self._put_back(session, base, record, error)
+                await self._go_back(session, base, record, error)
             return await self._served(session, plan, result)
 
     def _check(self, session: EngineSession, base: PreparedVersion) -> None:
@@ -167,7 +167,7 @@ class InPlace:
             await self._put_back(session, base, record, error)
         result = CutoverResult(pause.mode, pause.seconds, 0.0, 0.0, ranks=ranks)
         result.verify_s = time.perf_counter() - began
-        await self._generate(session, record)
+        await self._generate(session, base, record)
         result.paused_s = time.perf_counter() - pause.began
         result.resume_s = result.paused_s - (began + result.verify_s - pause.began)
         await self._show(session, record, result)
@@ -185,11 +185,14 @@ class InPlace:
         """By which ranks know what has no content digest yet."""
         return f"in place {self.id}"
 
-    async def _generate(self, session: EngineSession, record: VersionRecord) -> None:
+    async def _generate(
+        self, session: EngineSession, base: PreparedVersion, record: VersionRecord
+    ) -> None:
+        session.in_place = record.version, self._name
         try:
-            await session.resume_on(record.version, self._name)
+            await session.resume_on(*session.in_place)
         except WeightSyncError as error:
-            await self._give_up(record, error)
+            await self._drop(base, record, error)
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
                 f"the resume on what was written was not confirmed ({error.message}); every rank "
@@ -235,6 +238,33 @@ class InPlace:
             raise
         return plan
 
+    async def _go_back(
+        self,
+        session: EngineSession,
+        base: PreparedVersion,
+        record: VersionRecord,
+        error: WeightSyncError | OSError,
+    ) -> Never:
+        """Put the version before back into an engine that generates."""
+        try:
+            async with self._paused(session, base):
+                await self._put_back(session, base, record, error)
+        except WeightSyncError as failure:
+            if failure.reason is not Reason.APPLY_RESTORED:
+                # Whoever asks the ranks now is to place this, and not what they may hold.
+                await self._drop(base, record, failure)
+                self._supervisor.suspect(failure.message)
+            raise
+
+    async def _drop(
+        self, base: PreparedVersion, record: VersionRecord, error: WeightSyncError
+    ) -> None:
+        """Have nobody serve, or apply, what did not count."""
+        # Before a rank is written: the trainer may be reading what it pushes.
+        await self._versions.give_up(record, error)
+        self._supervisor.served.set_live(base.record.version)
+        await self._versions.delete(record)
+
     async def _put_back(
         self,
         session: EngineSession,
@@ -250,13 +280,11 @@ class InPlace:
             f"every rank ({why}); compute on it again",
         )
         if record is not None:
-            # Before a rank is written: the trainer may be reading what it pushes.
-            await self._give_up(record, restored)
+            await self._drop(base, record, restored)
         await failpoints.reach("in_place.restore")
         cutover = self._supervisor.cutover(session)
         await cutover.place(base)
         await cutover.resume(base)
-        self._supervisor.served.set_live(version)
         await write_down(self._supervisor.journal, base)
         self._supervisor.show(base, whole=True)
         await session.hold(base)

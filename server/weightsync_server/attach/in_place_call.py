@@ -12,11 +12,11 @@ from weightsync_server.attach.trainer_line import TrainerLine
 from weightsync_server.engine.pause_options import pause_spec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from weightsync.v1 import weightsync_pb2
     from weightsync_server.attach.attach_metrics import AttachMetrics
-    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.attach.in_place_versions import InPlaceVersions
     from weightsync_server.engine import EngineApplier, HostParts, ModelParts
 
 __all__ = ["InPlaceCalls", "read_order"]
@@ -31,7 +31,7 @@ class InPlaceCalls:
     Args:
         model: What engines serve.
         host: What they share.
-        give_up: Lets nothing become of a version that was written, and of its push.
+        versions: Drops what does not count.
         metrics: Counts their ends.
     """
 
@@ -39,10 +39,10 @@ class InPlaceCalls:
         self,
         model: ModelParts,
         host: HostParts,
-        give_up: Callable[[VersionRecord, WeightSyncError], Awaitable[None]],
+        versions: InPlaceVersions,
         metrics: AttachMetrics,
     ) -> None:
-        self._model, self._host, self._give_up = model, host, give_up
+        self._model, self._host, self._versions = model, host, versions
         self._metrics = metrics
         self._running: set[asyncio.Task[weightsync_pb2.ApplyReport]] = set()
 
@@ -63,7 +63,7 @@ class InPlaceCalls:
             WeightSyncError: As `InPlace.run`.
         """
         line = TrainerLine(steps)
-        work = InPlace(applier, self._model, self._host, order, line, self._give_up)
+        work = InPlace(applier, self._model, self._host, order, line, self._versions)
         task = asyncio.create_task(work.run(), name=f"in place {work.id}")
         self._running.add(task)
         task.add_done_callback(self._ended)

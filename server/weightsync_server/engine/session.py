@@ -61,6 +61,7 @@ class EngineSession:
         loaders: Where their loads are counted.
         loads: Has the ranks load versions; None: they write them by load plans.
         live: What every rank is proved to hold; None: not known.
+        in_place: Version and name of what a trainer has written over that; None: nothing.
         plan_proved: Whether the live parameters were compared with the engine's own checkpoint.
         on_load: Awaited when the ranks have begun to load; None: nothing is.
         tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
@@ -78,6 +79,7 @@ class EngineSession:
     ranks: Ranks = field(init=False)
     loads: LoadScheduler | None = field(default=None, init=False)
     live: PreparedVersion | None = None
+    in_place: tuple[int, str] | None = None
     plan_proved: bool = False
     on_load: Callable[[], Awaitable[None]] | None = None
     tidy: bool = False
@@ -248,7 +250,13 @@ class EngineSession:
             finally:
                 # Capture writes nothing, so the engine goes on with what it had.
                 if not self.ranks.hung:
-                    await self.resume(self.live)
+                    await self._resume_as_before()
+
+    async def _resume_as_before(self) -> None:
+        if self.in_place is not None:
+            await self.resume_on(*self.in_place)
+        else:
+            await self.resume(self.live)
 
     async def _captured(self, document: str, timeout_s: float) -> str:
         unloaded, why = await self.ranks.capture(document, timeout_s)
@@ -396,7 +404,7 @@ class EngineSession:
         """Record what every rank holds, and let the ranks drop everything else."""
         if self.live is not None and self.live.lease is not prepared.lease:
             self.live.lease.release()
-        self.live = prepared
+        self.live, self.in_place = prepared, None
         if self.info.nodes > 1:
             # Other nodes have copies of their own, of which no segment here is retired.
             self.tidy = False

@@ -183,7 +183,9 @@ class PushLayout:
             )
         self._tensors += len(tensors)
         shard.describe(tensors)
-        if self._state.delta is None and self._state.existing is None:
+        # What an engine's memory has, it takes; nor could it be asked in a transaction.
+        asked = self._state.delta is None and not self._state.record.in_place
+        if asked and self._state.existing is None:
             shard.tasks.checking = self._pipeline.start(
                 self._ask_engine(tensors), "asking the engine about the layout"
             )

@@ -375,7 +375,7 @@ class PushService:
         if existing is not None and existing.commit is None and not existing.orphaned:
             # No push brings it, or it had been found above.
             what = (
-                "what a trainer writes in place" if existing.in_place else "an engine's checkpoint"
+                "what a trainer writes in place" if existing.in_place else "the engine's checkpoint"
             )
             raise WeightSyncError(
                 Reason.PUSH_ABORTED,

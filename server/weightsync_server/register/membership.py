@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 #: Of its time, so that two renewals may fail before the third is too late.
 _RENEWALS = 3
+#: Longest wait for a renewal before the key is removed, seconds.
+_QUIET_S = 2.0
 
 
 class MemberLease(Protocol):
@@ -71,9 +73,16 @@ class Membership:
         """Remove the key; where the register does not answer, its time does that."""
         if self._task is None:
             return
+        quiet = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_QUIET_S):
+                # A renewal that is under way may come to the register after the removal.
+                quiet = await self._turn.acquire()
         self._task.cancel()
         await asyncio.wait({self._task})
         self._task = None
+        if quiet:
+            self._turn.release()
         with contextlib.suppress(WeightSyncError):
             await self._lease.release()
 

@@ -22,17 +22,25 @@ _PART = 500
 
 
 def chosen(table: VersionTable, serving: ServingState, version: int) -> VersionRecord:
-    """Return the version that a request names; 0 stands for the live one.
+    """Return the version that a request wants to read; 0 stands for the live one.
 
     Raises:
-        WeightSyncError: VERSION_UNKNOWN.
+        WeightSyncError: VERSION_UNKNOWN; PUSH_INCOMPLETE: only an engine's memory has it by now.
     """
     if not version and not serving.live:
         raise WeightSyncError(
             Reason.VERSION_UNKNOWN,
             f"model {table.name} has no live version yet; name a version, or apply one first",
         )
-    return table.get(version or serving.live)
+    record = table.get(version or serving.live)
+    if record.in_place:
+        raise WeightSyncError(
+            Reason.PUSH_INCOMPLETE,
+            f"version {record.version} is live in an engine's memory alone until its trainer has "
+            "pushed it; read it then, or the version before",
+            retry_after_s=1.0,
+        )
+    return record
 
 
 def tensor_spec(tensor: TensorEntry) -> pb.TensorSpec:
