@@ -207,6 +207,7 @@ def test_one_that_does_not_end_when_it_is_cancelled_is_ended(site: _Site) -> Non
     site.holds(1, 0)
     assert site.train()[-1].version == 2
     assert site.client.train_status().restarts == 1
+    assert "did not end a job within" in site.server.log
     site.holds(2, 10)
 
 
@@ -258,6 +259,7 @@ def test_a_trainer_that_is_frozen_past_its_lease_is_ended(site: _Site) -> None:
     with pytest.raises(ClientError) as caught:
         list(events)
     assert caught.value.reason is Reason.TRAINER_AWAY
+    assert "did not answer for" in caught.value.message
     assert state(pid) == ""
     site.holds(1, 0)
     site.train()

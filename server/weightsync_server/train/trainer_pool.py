@@ -190,7 +190,8 @@ class TrainerPool(ProcessPool):
         self._metrics.count_restart()
 
     async def _left(self, process: ChildProcess) -> None:
-        self.reason = f"trainer {process.pid} {self._leaving or ending(process.exit_status)}"
+        why = self._leaving or process.ended_for or ending(process.exit_status)
+        self.reason = f"trainer {process.pid} {why}"
         self._leaving = ""
         logger.warning("%s", self.reason)
         self.state = OptimizerState()
@@ -256,6 +257,10 @@ class TrainerPool(ProcessPool):
                     answer, _ = await process.call(request, [fd], None, job.cancelled)
             except TimeoutError:
                 logger.warning("job %s does not end: trainer %d is ended", job.id, process.pid)
+                process.ended_for = (
+                    f"did not end a job within {self._options.grace_s:g} s of its cancel, and was "
+                    "ended"
+                )
                 raise Gone from None
             finally:
                 job.on_cancel = lambda: None

@@ -45,10 +45,10 @@ class _Site:
 
 
 @contextlib.contextmanager
-def _site(first: Path, second: Path, tp: int) -> Iterator[_Site]:
+def _site(first: Path, second: Path, tp: int, dtype: str = "float32") -> Iterator[_Site]:
     folder = Path(tempfile.mkdtemp(prefix="va"))
     run = folder / "run"
-    vllm = VllmServer(first, run, tp=tp, variables={"WEIGHTSYNC_ATTACH": "1"})
+    vllm = VllmServer(first, run, tp=tp, dtype=dtype, variables={"WEIGHTSYNC_ATTACH": "1"})
     server = WeightSyncServer(run, folder / "state", flags=["--slots", "3"])
     try:
         vllm.start()
@@ -223,3 +223,28 @@ def test_a_trainer_has_its_own_tensors_served(site: _Site) -> None:
         assert site.vllm.complete(_PROMPT) == after
         client.rollback()
         assert site.vllm.complete(_PROMPT) == before
+
+
+@pytest.mark.battery
+def test_what_is_served_in_another_dtype_is_written_in_that(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """What is pushed has a layout that no rank has a plan of: it is captured beside generation."""
+    first, second = (checkpoint(seed=seed) for seed in (1, 2))
+    with _site(first, second, 1, "bfloat16") as site, site.client() as client:
+        before = site.vllm.complete(_PROMPT)
+        with client.attach() as attached:
+            content = {name: tensor.bfloat16() for name, tensor in _content(second).items()}
+            for _ in range(2):
+                with attached.transaction():
+                    for name, tensor in content.items():
+                        attached.write(name, tensor)
+            after = site.vllm.complete(_PROMPT)
+            assert after != before
+            for pulled in client.tensors():
+                assert torch.equal(pulled.torch(), content[pulled.name]), pulled.name
+            assert attached.version == 3
+        assert client.verify().verified
+        client.rollback()
+        assert site.vllm.complete(_PROMPT) == after
+        assert "is put back" not in site.server.log

@@ -118,6 +118,7 @@ class ChildProcess:
     Attributes:
         dead: Set once the process answers no more.
         ready: What it said when it was ready.
+        ended_for: Why this server has ended it, as the end of a sentence; "": it has not.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class ChildProcess:
     ) -> None:
         self.dead = asyncio.Event()
         self.ready: dict[str, Any] = {}
+        self.ended_for = ""
         self._on_notice = on_notice
         self._name = program.name
         self._process = process
@@ -222,6 +224,7 @@ class ChildProcess:
             logger.warning(
                 "%s %d missed a deadline of %.1f s: killed", self._name, self.pid, timeout_s
             )
+            self.ended_for = f"did not answer for {timeout_s:g} s, and was ended"
             self.kill()
             raise Gone from error
         finally:
