@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weightsync.errors import Reason
+from weightsync_client.attach.fused_views import fused_view
 from weightsync_client.errors import ClientError, refuse
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def _matched(
 ) -> dict[int, torch.Tensor]:
     """Return what replaces each tensor that a checkpoint has, by the identity of the tensor."""
     # A tied parameter has several names, of which the checkpoint may have one only.
-    found = {id(place.tensor): live[place.name] for place in places if place.name in live}
+    views = {place.name: _view(place, live) for place in places}
+    found = {id(p.tensor): view for p in places if (view := views[p.name]) is not None}
     stored = model.state_dict(keep_vars=True).keys()
     lacking = [p.name for p in places if id(p.tensor) not in found and p.name in stored]
     if lacking:
@@ -100,6 +102,12 @@ def _matched(
             "build it from the configuration that Attached.config has",
         )
     return found
+
+
+def _view(place: _Place, live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    if place.name in live:
+        return live[place.name]
+    return fused_view(place.name, place.tensor.shape, live)
 
 
 def _computed(

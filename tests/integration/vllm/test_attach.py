@@ -248,3 +248,32 @@ def test_what_is_served_in_another_dtype_is_written_in_that(
         client.rollback()
         assert site.vllm.complete(_PROMPT) == after
         assert "is put back" not in site.server.log
+
+
+@pytest.mark.battery
+def test_experts_are_trained_where_they_lie(checkpoint: Callable[..., Path]) -> None:
+    """transformers has those of a layer in one parameter, the checkpoint one by one."""
+    import transformers
+
+    first, second = (checkpoint("qwen3_moe", seed=seed) for seed in (1, 2))
+    with _site(first, second, 1) as site, site.client() as client, client.attach() as attached:
+        config = transformers.AutoConfig.from_pretrained(first)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        attached.load_into(model)
+        fresh = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
+        tokens = torch.arange(1, 20)[None]
+        out = model(tokens, labels=tokens)
+        assert torch.equal(out.logits, fresh(tokens).logits)
+        out.loss.backward()
+        before = site.vllm.complete(_PROMPT)
+        step = torch.optim.SGD(model.parameters(), lr=0.5)
+        with attached.transaction():
+            step.step()
+        assert site.vllm.complete(_PROMPT) != before
+        fused = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
+        whole = {tensor.name: tensor.torch() for tensor in client.tensors()}
+        half = whole["model.layers.0.mlp.experts.3.up_proj.weight"]
+        assert torch.equal(fused[3, fused.shape[1] // 2 :], half)
+        client.rollback()
+        assert site.vllm.complete(_PROMPT) == before
