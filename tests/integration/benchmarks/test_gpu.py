@@ -48,6 +48,7 @@ def test_applies_leave_the_trainers_weights(part: str, suffixes: tuple[str, ...]
         assert report["staging_max_gap_s"] > 0
 
 
+@pytest.mark.battery
 def test_a_trainer_in_the_engine_s_memory_leaves_what_the_other_one_has() -> None:
     report = _line("colocated")
     assert report["errors"] == []
