@@ -599,7 +599,7 @@ def test_a_trainer_that_is_silent_once_it_is_live_loses_its_lease(site: _Site) -
 @contextlib.contextmanager
 def _unrenewed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransactionCall, "renew", lambda _: None)
+        patch.setattr(TransactionCall, "_renew", lambda _: None)
         yield
 
 

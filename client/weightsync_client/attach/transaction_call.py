@@ -93,6 +93,9 @@ class TransactionCall:
         """
         if self.writes and not self._call.is_active():
             self._answer()
+        self._renew()
+
+    def _renew(self) -> None:
         self._steps.put(pb.WriteInPlaceRequest(renew=pb.RenewInPlace()))
 
     @contextlib.contextmanager
@@ -103,7 +106,7 @@ class TransactionCall:
 
         def renew() -> None:
             while not over.wait(lease_s / 3):
-                self._steps.put(pb.WriteInPlaceRequest(renew=pb.RenewInPlace()))
+                self._renew()
 
         thread = threading.Thread(target=renew, name="in place lease", daemon=True)
         thread.start()
