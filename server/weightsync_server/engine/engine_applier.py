@@ -106,7 +106,7 @@ class EngineApplier:
         seconds = timeout_s or self._host.limits.prepare_timeout_s
         lease = await self._model.stager.stage(record.version, seconds, durable=durable)
         try:
-            target = await self._proved(session, live, lease, seconds, apply_id, to_write)
+            target = await self._proved(session, live, lease, seconds, apply_id, to_write=to_write)
         except BaseException:
             lease.release()
             raise
@@ -120,11 +120,14 @@ class EngineApplier:
         lease: SlotLease,
         timeout_s: float,
         apply_id: str,
-        to_write: bool,  # noqa: FBT001 - passed on, in order
+        *,
+        to_write: bool,
     ) -> PreparedVersion:
         # Each shard is digested after every rank has read it: so what they read is proved.
         async with self._model.stager.digesting(lease) as digests:
-            target = await self._prepared(session, lease, digests, timeout_s, apply_id, to_write)
+            target = await self._prepared(
+                session, lease, digests, timeout_s, apply_id, to_write=to_write
+            )
             try:
                 await self._model.stager.verify(lease, digests)
                 target.check()
@@ -141,7 +144,8 @@ class EngineApplier:
         digests: StagedDigests,
         timeout_s: float,
         apply_id: str,
-        to_write: bool,  # noqa: FBT001 - passed on, in order
+        *,
+        to_write: bool,
     ) -> PreparedVersion:
         try:
             return await session.prepare(
