@@ -24,6 +24,7 @@ class TrainAnswers(train_pb2_grpc.TrainServiceServicer):
         events: What a job comes to.
         error: How it fails after them; None: it ends, or hangs where `hang` is set.
         hang: Whether it waits after the events until its caller leaves.
+        came: Set when a job has come.
         left: Set when a caller has left.
         requests: All that came.
     """
@@ -42,7 +43,7 @@ class TrainAnswers(train_pb2_grpc.TrainServiceServicer):
         self.events.append(done)
         self.error: WeightSyncError | None = None
         self.hang = False
-        self.left = threading.Event()
+        self.came, self.left = threading.Event(), threading.Event()
         self.requests: list[Any] = []
         self.status = pb.GetTrainStatusResponse(
             state=pb.TRAINER_STATE_TRAINING,
@@ -69,6 +70,7 @@ class TrainAnswers(train_pb2_grpc.TrainServiceServicer):
     def Train(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         self.requests.append(request)
         context.add_callback(self.left.set)
+        self.came.set()
         yield from self.events
         if self.hang:
             self.left.wait(30)
