@@ -63,10 +63,13 @@ class CheckpointResult:
     Attributes:
         version: Its number.
         path: Folder that was written, on the server's host; empty: none was asked for.
+        missing: What a vLLM that loads the folder needs and does not find in it, such as
+            config.json, one sentence; empty: nothing.
     """
 
     version: int
     path: str = ""
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,22 +199,33 @@ def test_what_is_queued_still_counts(site: AttachedSite) -> None:
 
 def test_a_trainer_s_own_tensors_are_served_before_they_are_pushed(site: AttachedSite) -> None:
     before = site.answers()
-    with site.client() as client, client.attach() as attached:
+    with site.attached() as attached:
         own = {name: tensor.cuda() for name, tensor in content_of(site.second).items()}
-        done = attached.update(own, background=True)
-        after = site.answers()
-        assert after != before
-        report = done.result()
-        assert report is not None
-        assert client.verify().verified
-        assert unlike(attached, site.second) == []
-        for pulled in client.tensors(report.version):
-            assert torch.equal(pulled.torch(), own[pulled.name].cpu()), pulled.name
-        client.rollback()
-        assert site.answers() == before
-        client.apply(report.version, clear_rejected=True)
-        assert site.answers() == after
-        client.rollback()
+        site.check_served(attached, own, attached.update(own, background=True))
+    assert site.answers() == before
+    assert site.violations() == {}
+
+
+def test_what_changes_while_it_is_copied_is_never_served(
+    site: AttachedSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = site.answers()
+    with site.attached() as attached:
+        own = {name: tensor.cuda() for name, tensor in content_of(site.second).items()}
+        write = attached.write_box
+
+        def and_change(name: str, *box: Any) -> None:
+            write(name, *box)
+            # One value, in the last of the pieces that a tensor is compared in.
+            own[name].view(-1)[-1].mul_(-2 if name == "model.norm.weight" else 1)
+
+        monkeypatch.setattr(attached, "write_box", and_change)
+        live = site.server.log.count("is live, and not pushed")
+        with pytest.raises(ClientError, match=r"^model\.norm\.weight \(of 1\) changed"):
+            attached.update(own)
+        assert site.server.log.count("is live, and not pushed") == live
+        assert unlike(attached, site.first) == []
+    assert site.answers() == before
     assert site.violations() == {}
 
 

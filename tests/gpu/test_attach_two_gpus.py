@@ -54,24 +54,11 @@ def test_halves_and_replicas_are_those_of_the_checkpoint(site: AttachedSite) -> 
 @pytest.mark.parametrize("device", [0, 1])
 def test_tensors_of_one_gpu_are_served_by_both(site: AttachedSite, device: int) -> None:
     before = site.answers()
-    with site.client() as client, client.attach() as attached:
+    with site.attached() as attached:
         own = {n: t.cuda(device) for n, t in content_of(site.second).items()}
-        done = attached.update(own, background=True)
-        after = site.answers()
-        assert after != before
-        report = done.result()
-        assert report is not None
+        report = site.check_served(attached, own, attached.update(own, background=True))
         assert [rank.rank for rank in report.ranks] == ["0/0/0", "0/0/1"]
-        assert client.verify().verified
-        assert unlike(attached, site.second) == []
-        for pulled in client.tensors(report.version):
-            assert torch.equal(pulled.torch(), own[pulled.name].cpu()), pulled.name
-        client.rollback()
-        assert site.answers() == before
-        # Loaded by its ranks from the host's copy, it answers the same.
-        client.apply(report.version, clear_rejected=True)
-        assert site.answers() == after
-        client.rollback()
+    assert site.answers() == before
     assert site.violations() == {}
 
 

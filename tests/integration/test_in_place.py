@@ -408,6 +408,26 @@ def test_what_a_trainer_overwrites_too_early_is_found(site: _Site) -> None:
     assert site.recover() == 1
 
 
+def test_what_changes_while_it_is_copied_is_never_served(
+    site: _Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with site.attached() as attached:
+        wanted, write = _tensors(5), attached.write_box
+
+        def and_change(name: str, *box: Any) -> None:
+            write(name, *box)
+            if name == "b":
+                wanted["b"][1] = 0.5
+
+        monkeypatch.setattr(attached, "write_box", and_change)
+        with pytest.raises(ClientError, match=r"^b \(of 1\) changed while") as caught:
+            attached.update(wanted)
+        assert caught.value.reason is Reason.DATA_CORRUPT
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+        assert "version 2 is live" not in site.server.log
+    assert site.recover() == 1
+
+
 def test_a_tied_tensor_is_left_out_of_an_update(site: _Site) -> None:
     with site.attached() as attached:
         wanted = _tensors(5)

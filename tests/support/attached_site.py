@@ -13,33 +13,24 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.gpu.engine import NO_MULTICAST
-from tests.support.kind_site import keep_logs
+from tests.support.kind_site import PROMPTS, SMALL, keep_logs
 from tests.support.models import make_checkpoint
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from weightsync_client import types
     from weightsync_client.attach import Attached
+    from weightsync_client.attach.in_place import InPlaceTransaction
 
 __all__ = ["AttachedSite", "content_of", "started", "unlike"]
 
-_FLAGS = (
-    "--no-enforce-eager",
-    "--compilation-config",
-    '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
-    # Fixed sizes: engines of several tests may be on one device.
-    "--gpu-memory-utilization",
-    "0.08",
-    "--kv-cache-memory-bytes",
-    str(256 << 20),
-)
 _SIZES: dict[str, Any] = {
     "dtype": "bfloat16", "hidden": 1024, "layers": 8, "shard_size": "100MB",
 }  # fmt: skip
-_PROMPTS = ("hello world", "the quick brown fox", "a")
 
 
 class AttachedSite:
@@ -50,6 +41,7 @@ class AttachedSite:
         flags: More of vLLM's.
         tp: Tensor parallel size.
         variables: More of vLLM's environment.
+        server_flags: More of the server's.
     """
 
     def __init__(
@@ -58,6 +50,7 @@ class AttachedSite:
         *flags: str,
         tp: int = 1,
         variables: Mapping[str, str] = MappingProxyType({}),
+        server_flags: Sequence[str] = (),
     ) -> None:
         self.first, self.second = (
             make_checkpoint(root / name, seed=seed, **_SIZES) for seed, name in enumerate("ab")
@@ -67,10 +60,10 @@ class AttachedSite:
             root / "run",
             tp=tp,
             dtype="bfloat16",
-            flags=(*_FLAGS, *flags),
+            flags=(*SMALL, *flags),
             variables={**NO_MULTICAST, **variables},
         )
-        own = ("--store", "memory://", "--slots", "3", "--same-host")
+        own = ("--store", "memory://", "--slots", "3", "--same-host", *server_flags)
         self.server = WeightSyncServer(root / "run", root / "state", flags=own)
 
     def start(self) -> None:
@@ -96,7 +89,29 @@ class AttachedSite:
 
     def answers(self) -> list[Any]:
         """What vLLM answers now: tokens and log probabilities."""
-        return [self.vllm.complete(prompt) for prompt in _PROMPTS]
+        return [self.vllm.complete(prompt) for prompt in PROMPTS]
+
+    def check_served(
+        self, attached: Attached, own: Mapping[str, torch.Tensor], update: InPlaceTransaction
+    ) -> types.ApplyReport:
+        """Check an update of tensors that are the second checkpoint's, and go back from it."""
+        after = self.answers()
+        report = update.result()
+        assert report is not None
+        with self.client() as client:
+            assert client.verify().verified
+            assert unlike(attached, self.second) == []
+            for pulled in client.tensors(report.version):
+                assert torch.equal(pulled.torch(), own[pulled.name].cpu()), pulled.name
+            client.rollback()
+            before = self.answers()
+            assert before != after
+            # Loaded by its ranks from the host's copy, it answers the same.
+            client.apply(report.version, clear_rejected=True)
+            assert self.answers() == after
+            client.rollback()
+            assert self.answers() == before
+        return report
 
     def violations(self) -> dict[str, int]:
         """Return what was counted, without what was none."""
@@ -106,11 +121,14 @@ class AttachedSite:
 
 @contextlib.contextmanager
 def started(
-    *flags: str, tp: int = 1, variables: Mapping[str, str] = MappingProxyType({})
+    *flags: str,
+    tp: int = 1,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    server_flags: Sequence[str] = (),
 ) -> Iterator[AttachedSite]:
     """Run one for the block; see `AttachedSite`."""
     root = Path(tempfile.mkdtemp(prefix="wg-"))
-    site = AttachedSite(root, *flags, tp=tp, variables=variables)
+    site = AttachedSite(root, *flags, tp=tp, variables=variables, server_flags=server_flags)
     try:
         site.start()
         yield site

@@ -29,25 +29,24 @@ if TYPE_CHECKING:
     from benchmarks.gpu.kinds import Kind
     from weightsync.errors import WeightSyncError
 
-__all__ = ["LOGS", "Fresh", "KindSite", "keep_logs"]
+__all__ = ["LOGS", "PROMPTS", "SMALL", "Fresh", "KindSite", "keep_logs"]
 
 #: Environment variable: a folder for the logs of every site that was stopped.
 LOGS = "WEIGHTSYNC_TEST_LOGS"
 
-_FLAGS = (
+#: vLLM's flags for engines of several tests, which start beside each other on one device.
+SMALL = (
     "--no-enforce-eager",
     "--compilation-config",
     '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
-    # Fixed sizes: engines of several tests start beside each other on one device.
     "--gpu-memory-utilization",
     "0.08",
     "--kv-cache-memory-bytes",
     str(256 << 20),
-    "--worker-extension-cls",
-    "benchmarks.gpu.extension.GpuProbe",
 )
+_FLAGS = (*SMALL, "--worker-extension-cls", "benchmarks.gpu.extension.GpuProbe")
 _ROOM = "4GiB"
-_PROMPTS = ("hello world", "the quick brown fox", "a")
+PROMPTS = ("hello world", "the quick brown fox", "a")
 _READY_S = 150.0
 _WARM_S = 180.0
 
@@ -204,7 +203,7 @@ def keep_logs(name: str, *runs: Path) -> None:
 
 def _warm(vllm: VllmServer) -> None:
     """Let kernels be compiled that are compiled when they are first run."""
-    body = {"model": "model", "prompt": _PROMPTS[0], "max_tokens": 4}
+    body = {"model": "model", "prompt": PROMPTS[0], "max_tokens": 4}
     status, answer = vllm.request("/v1/completions", body, timeout=_WARM_S)
     assert status == 200, answer
 
@@ -212,7 +211,7 @@ def _warm(vllm: VllmServer) -> None:
 def answers(vllm: VllmServer) -> list[Any]:
     """Return what a vLLM answers, and each of its engine cores: tokens and log probabilities."""
     cores = [core if vllm.dp > 1 else None for core in range(vllm.dp)]
-    return [vllm.complete(prompt, core=core) for core in cores for prompt in _PROMPTS]
+    return [vllm.complete(prompt, core=core) for core in cores for prompt in PROMPTS]
 
 
 def digests(vllm: VllmServer) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack
 
@@ -18,6 +18,7 @@ from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of, without_ties
 from weightsync_client.attach.transaction_call import Writing
+from weightsync_client.attach.written_boxes import TensorBox, WrittenBox, unlike
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
 from weightsync_client.source.sharded_tensors import is_sharded
@@ -145,11 +146,33 @@ class Attached(Mapping[str, torch.Tensor]):
             tensor: The box.
         """
         with torch.no_grad():
-            for part in self.boxes[name]:
-                here = overlap(part.offsets, part.view.shape, offsets, tensor.shape)
-                there = overlap(offsets, tensor.shape, part.offsets, part.view.shape)
-                if here is not None and there is not None:
-                    part.view[here].copy_(_near(tensor[there], part.view))
+            for _, live, source in self._places(name, offsets, tensor):
+                live.copy_(_near(source, live))
+
+    def check_written(self, boxes: Iterable[TensorBox]) -> None:
+        """Accept boxes that lie, bit for bit, in every place where they were written.
+
+        Raises:
+            ClientError: DATA_CORRUPT, naming tensors that do not.
+        """
+        wrong = unlike(place for box in boxes for place in self._places(*box))
+        if wrong:
+            raise refuse(
+                Reason.DATA_CORRUPT,
+                f"{', '.join(wrong[:10])} (of {len(wrong)}) changed while they were copied into "
+                "the engine, or arrived damaged, and nothing of that is served; leave tensors as "
+                "they are until the update returns, or push them and apply that",
+            )
+
+    def _places(
+        self, name: str, offsets: Sequence[int], tensor: torch.Tensor
+    ) -> Iterator[WrittenBox]:
+        """Yield every place where a part of a box lies, with that part."""
+        for part in self.boxes[name]:
+            here = overlap(part.offsets, part.view.shape, offsets, tensor.shape)
+            there = overlap(offsets, tensor.shape, part.offsets, part.view.shape)
+            if here is not None and there is not None:
+                yield WrittenBox(name, part.view[here], tensor[there])
 
     def transaction(
         self, *, lease_s: float = 60.0, background: bool = False, **pause: Unpack[PauseChoices]
@@ -183,10 +206,11 @@ class Attached(Mapping[str, torch.Tensor]):
         """Have the engine serve a trainer's tensors, copied from where they lie into its memory.
 
         From one GPU to another, or within one, nothing goes through the host before the engine
-        generates on them. Then these tensors are pushed, and every rank is proved to hold them as
-        vLLM would have loaded them; what was freed or overwritten meanwhile is found by that, and
-        the version before is served again. They must not change until this returns, with
-        `background` until `result` does.
+        generates on them: every place on every rank was compared with them by then, bit for bit.
+        Then these tensors are pushed, and every rank is proved to hold them as vLLM would have
+        loaded them; what was freed or overwritten meanwhile is found by that, and the version
+        before is served again. They must not change until this returns, with `background` until
+        `result` does.
 
         Where one of them is a DTensor or a `ShardedTensor`, every process of torch.distributed
         calls this, each attached, with the parts that it has. What fails in one fails in all.
@@ -199,8 +223,9 @@ class Attached(Mapping[str, torch.Tensor]):
             **pause: As of `transaction`.
 
         Raises:
-            ClientError: Naming what is missing, or has another shape: nothing was paused. Or as a
-                transaction.
+            ClientError: Naming what is missing, or has another shape: nothing was paused. Naming
+                what changed while it was copied: DATA_CORRUPT, the engine goes on as before. Or as
+                a transaction.
             TypeError: There is no such option.
         """
         check_options("update", pause, PauseChoices)
@@ -215,9 +240,11 @@ class Attached(Mapping[str, torch.Tensor]):
             update_together(self, transaction, tensors, self._writing.push)
             return transaction
         self.check_complete({name: kind_of(name, tensor) for name, tensor in tensors.items()})
+        boxes = [TensorBox(name, (0,) * each.ndim, each) for name, each in tensors.items()]
         with transaction:
-            for name, tensor in tensors.items():
-                self.write(name, tensor)
+            for box in boxes:
+                self.write_box(*box)
+            self.check_written(boxes)
         return transaction
 
     def _begun(

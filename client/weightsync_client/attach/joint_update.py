@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ from torch import distributed
 
 from weightsync.errors import Reason
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of
+from weightsync_client.attach.written_boxes import TensorBox
 from weightsync_client.errors import ClientError, refuse
 from weightsync_client.source.sharded_tensors import ShardedTensor, is_sharded, local_parts
 
@@ -31,6 +32,9 @@ class Target(Protocol):
 
     def write_box(self, name: str, offsets: Sequence[int], tensor: torch.Tensor) -> None:
         """Put a box of a tensor into every place where a part of it lies, on every rank."""
+
+    def check_written(self, boxes: Iterable[TensorBox]) -> None:
+        """Accept boxes that lie, bit for bit, in every place where they were written."""
 
     def settle(self) -> None:
         """Wait until whatever is queued on GPUs is done."""
@@ -58,14 +62,15 @@ def update_together(
         parts = {name: _part(name, value, processes.number) for name, value in tensors.items()}
         kinds = {name: TensorKind(part.dtype, part.shape) for name, part in parts.items()}
         target.check_complete(kinds)
+    own = [TensorBox(name, *box) for name, part in parts.items() for box in _written(part)]
     key = processes.led(transaction.begin)
     try:
         # Nobody renews the lease: one that hangs would keep the engine standing.
         with processes.together():
             try:
-                for name, part in parts.items():
-                    for offsets, box in () if part.replica else part.boxes:
-                        target.write_box(name, offsets, box)
+                for box in own:
+                    target.write_box(*box)
+                target.check_written(own)
             finally:
                 # Also what is about to be taken back must not be written later.
                 target.settle()
@@ -94,6 +99,11 @@ def _part(name: str, value: Any, number: int) -> ShardedTensor:
     whole = [((0,) * value.ndim, value)]
     dtype, shape = kind_of(name, value)
     return ShardedTensor(shape, dtype, whole, replica=number > 0)
+
+
+def _written(part: ShardedTensor) -> Sequence[tuple[Sequence[int], Any]]:
+    """Return the boxes that this process writes."""
+    return () if part.replica else part.boxes
 
 
 class _TrainerGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import sys
@@ -132,15 +133,22 @@ def _fail(code: ExitCode, sentence: str) -> ExitCode:
     return code
 
 
+def _sentence(error: ClientError) -> str:
+    # What a trainer's class raised is quoted as it is.
+    quoted = error.reason is Reason.TRAINER_FAILED
+    sentence = error.message if quoted else _plain(error.message)
+    if error.retry_after_s is None:
+        return sentence
+    return f"{sentence} (try again after {max(1, math.ceil(error.retry_after_s))} s)"
+
+
 def _run() -> int:
     try:
         result = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except ClientError as error:
-        # What a trainer's class raised is quoted as it is.
-        quoted = error.reason is Reason.TRAINER_FAILED
-        return _fail(exit_code(error), error.message if quoted else _plain(error.message))
+        return _fail(exit_code(error), _sentence(error))
     except BrokenPipeError:
         # Whoever read the output has gone; the rest of it is nobody's.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -86,16 +86,24 @@ def cancel(
 
 def checkpoint(
     folder: Annotated[
-        str, typer.Argument(help="Name of a new folder below the server's --checkpoint-dir.")
-    ] = "",
+        str | None,
+        typer.Argument(
+            help="Name of a new folder below the server's --checkpoint-dir; left out: none."
+        ),
+    ] = None,
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
     json: Json = False,
 ) -> None:
     """Make the live version durable, with the trainer's state, and a folder that vLLM can load."""
+    if folder == "":
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            "the name of the folder is empty; give one, or leave it out for no folder",
+        )
     with connect(address, model) as client:
-        result = client.checkpoint(folder)
+        result = client.checkpoint(folder or "")
     if json:
         render.show_json(result)
         return
@@ -120,8 +128,14 @@ def _request(text: str | None) -> dict[str, Any]:
             "a job needs a request: give --request with a JSON object, {} where the trainer needs "
             "none, or --request - to read one from stdin",
         )
+    text = sys.stdin.read() if text == "-" else text
+    if not text.strip():
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            "the request is empty; give a JSON object, {} where the trainer needs none",
+        )
     try:
-        found = json_text.loads(sys.stdin.read() if text == "-" else text)
+        found = json_text.loads(text)
     except (ValueError, RecursionError) as error:
         raise refuse(Reason.REQUEST_INVALID, f"--request is no JSON ({error})") from None
     if not isinstance(found, dict):

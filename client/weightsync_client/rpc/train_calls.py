@@ -42,7 +42,7 @@ def checkpoint(
         "Checkpoint",
         request,
         _longest(timeout_s, timeouts),
-        lambda m: types.CheckpointResult(m.version, m.path),
+        lambda m: types.CheckpointResult(m.version, m.path, m.missing),
         _STUB,
     )
 

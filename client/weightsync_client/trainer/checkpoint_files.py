@@ -19,10 +19,15 @@ __all__ = ["write_checkpoint"]
 
 #: What holds weights, or tells where they lie: the version's own take their place.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_CONFIG = "config.json"
+#: Files of which each tokenizer has one.
+_TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "tekken.json", "*.tiktoken")
 
 
-def write_checkpoint(client: Client, attached: Attached, version: int, target: Path) -> None:
+def write_checkpoint(client: Client, attached: Attached, version: int, target: Path) -> str:
     """Write a version; the folder appears whole, proved and durable, or not at all.
+
+    Return what a vLLM would miss in it, one sentence; "": nothing.
 
     Beside the weights it has the files of the engine's checkpoint, such as configuration and
     tokenizer; of one that is not on this host's disk only `config.json`.
@@ -42,11 +47,13 @@ def write_checkpoint(client: Client, attached: Attached, version: int, target: P
         shutil.rmtree(work, ignore_errors=True)
         client.pull(work, version)
         _copy_others(attached, work)
+        missing = _missing(attached, work)
         sync_folder(work)
         if target.exists():
             raise refuse(Reason.REQUEST_INVALID, f"{target} is there already; name another folder")
         work.rename(target)
         sync_path(target.parent)
+        return missing
     except OSError as error:
         raise refuse(
             Reason.DISK_EXHAUSTED,
@@ -63,9 +70,21 @@ def _copy_others(attached: Attached, folder: Path) -> None:
         for file in sorted(source.iterdir()):
             if file.is_file() and not file.name.endswith(_WEIGHTS):
                 shutil.copyfile(file, folder / file.name)
-    config = folder / "config.json"
+    config = folder / _CONFIG
     if not config.exists() and attached.config:
         config.write_text(json.dumps(dict(attached.config), indent=2))
+
+
+def _missing(attached: Attached, folder: Path) -> str:
+    names = [] if (folder / _CONFIG).exists() else [_CONFIG]
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+        names.append("tokenizer")
+    if not names:
+        return ""
+    return (
+        f"the folder has no {' and no '.join(names)}, for none was found beside the engine's "
+        f"checkpoint {attached.checkpoint}; copy what is missing into it before a vLLM loads it"
+    )
 
 
 def _local(checkpoint: str) -> Path | None:

@@ -37,11 +37,12 @@ class UserClassError(Exception):
 
 
 @contextlib.contextmanager
-def users_code(doing: str) -> Iterator[None]:
+def users_code(doing: str, remedy: str = "") -> Iterator[None]:
     """Have what the user's class raises be told, whatever it is.
 
     Args:
         doing: Which method runs in the block.
+        remedy: What helps, as the end of a sentence.
 
     Raises:
         UserClassError: It raised.
@@ -52,7 +53,7 @@ def users_code(doing: str) -> Iterator[None]:
         raise
     except BaseException as error:  # also SystemExit, which is no end of the trainer
         logger.error("%s of the trainer's class raised\n%s", doing, _trace_of(error).decode())  # noqa: TRY400 - with what a log can hold
-        raise UserClassError(doing, error) from error
+        raise UserClassError(doing, error, remedy) from error
 
 
 def failure_of(error: BaseException, sentence: str) -> dict[str, Any]:

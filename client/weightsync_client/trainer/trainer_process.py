@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 #: How often it is looked whether the engine is still the one that it has attached to, seconds.
 _CHECK_S = 2.0
 _IMPORT_REMEDY = (
-    "; name it with --trainer module:Class, and put the module where --trainer-python looks, such "
-    "as the folder in which the server was started, or PYTHONPATH"
+    "; correct it, or start the server again with another --trainer module:Class, and with the "
+    "module where --trainer-python looks, such as the folder in which the server was started, or "
+    "PYTHONPATH"
 )
 
 
@@ -153,10 +154,10 @@ def _facts_of(error: Exception) -> dict[str, Any]:
 
 def _write(client: Client, attached: Attached, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        write_checkpoint(client, attached, request["version"], Path(request["target"]))
+        missing = write_checkpoint(client, attached, request["version"], Path(request["target"]))
     except WeightSyncError as error:
         return _facts_of(error)
-    return {}
+    return {"missing": missing}
 
 
 def main() -> None:

@@ -1,0 +1,92 @@
+"""Whether live parameters hold what was written into them, before an engine generates on it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["TensorBox", "WrittenBox", "unlike"]
+
+#: Of what is compared at a time: casts, and copies from another GPU, need that much memory.
+_PIECE_BYTES = 128 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TensorBox(NamedTuple):
+    """A part of a trainer's tensor.
+
+    Attributes:
+        name: Of the tensor.
+        offsets: Where the part begins in the whole tensor, elements.
+        values: The part.
+    """
+
+    name: str
+    offsets: Sequence[int]
+    values: torch.Tensor
+
+
+class WrittenBox(NamedTuple):
+    """A part of a rank's memory, and what was written there.
+
+    Attributes:
+        name: Of the tensor.
+        live: The rank's memory.
+        source: The trainer's; of the same shape, in any dtype, on any device.
+    """
+
+    name: str
+    live: torch.Tensor
+    source: torch.Tensor
+
+
+def unlike(boxes: Iterable[WrittenBox]) -> list[str]:
+    """Return the tensors of which some bit is not what the trainer's was cast to.
+
+    What came from another GPU is read back to that one, so that what a copy between them damages is
+    found. Devices are waited for once, at the end.
+    """
+    flags: dict[torch.device, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    with torch.no_grad():
+        for name, live, source in boxes:
+            where = source.device if source.is_cuda else live.device
+            for one, two in _pieces(live, source):
+                differs = _differ(one.to(where), two.to(live.dtype).to(where))
+                flags[where].append((name, differs))
+    found: dict[str, None] = {}
+    for pairs in flags.values():
+        answers = torch.stack([flag for _, flag in pairs]).tolist()
+        found |= {name: None for (name, _), answer in zip(pairs, answers, strict=True) if answer}
+    return list(found)
+
+
+def _pieces(
+    live: torch.Tensor, source: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if not live.ndim or live.nbytes <= _PIECE_BYTES:
+        yield live, source
+        return
+    rows = max(1, _PIECE_BYTES * len(live) // live.nbytes)
+    yield from zip(torch.split(live, rows), torch.split(source, rows), strict=True)
+
+
+def _differ(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Return a truth value that lies where both lie; of NaN and of -0 as of all others."""
+    wide = _is_wide(one) and _is_wide(two)
+    left, right = (_integers(tensor, wide=wide) for tensor in (one, two))
+    return left.ne(right).any()
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    """Return whether it can be compared 8 bytes at a time, which takes the fewest truth values."""
+    begin = tensor.storage_offset() * tensor.itemsize
+    return tensor.is_contiguous() and not (tensor.nbytes % 8 or begin % 8 or tensor.data_ptr() % 8)
+
+
+def _integers(tensor: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    if wide:
+        return tensor.reshape(-1).view(torch.int64)
+    return tensor.view(_INTEGERS[tensor.itemsize])
