@@ -150,6 +150,8 @@ def test_what_was_written_is_a_version_like_any_other(site: _Site) -> None:
         assert metric("weightsync_attached_trainers") == 1
         assert metric("weightsync_in_place_total", outcome="committed") == 2
         assert metric("weightsync_in_place_total", outcome="restored") == 0
+        line = '"method": "WriteInPlace", "model": "default", "version": 3, '
+        _until(lambda: line in site.server.log)
         client.rollback()
         assert torch.equal(attached.read("b"), _tensors(1)["b"] + 10)
         attached.check()

@@ -9,6 +9,8 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
+from google.protobuf.message import Message
+
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.auth.caller import CALLER
@@ -74,13 +76,11 @@ class Audit:
             }
             logger.warning("%s", json.dumps(line | ({"times": times} if times > 1 else {})))
 
-    def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
+    def write(self, caller: Caller, outcome: str) -> None:
         """Write the line of one call that has ended.
 
         Args:
             caller: Who called what.
-            request: The request, or the first of a stream; None: none came.
-            response: None unless it ended well.
             outcome: Name of its status.
         """
         roles = caller.rule.roles & caller.principal.roles or {Role.ADMIN}
@@ -90,8 +90,8 @@ class Audit:
             "role": "+".join(sorted(roles)),
             "method": caller.method.rpartition("/")[2],
             "model": self._model,
-            "version": _version(response) or _version(request),
-            "push_id": _push_id(response) or _push_id(request),
+            "version": _version(caller.response) or _version(caller.request),
+            "push_id": _push_id(caller.response) or _push_id(caller.request),
             "outcome": outcome,
             "peer": caller.peer,
         }
@@ -112,18 +112,19 @@ class Audit:
 
     def _witnessed(self, path: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         async def answer(request: Any, context: Any) -> Any:
-            self._ask(path)
-            return await method(request, context)
+            caller = self._ask(path)
+            caller.response = await method(request, context)
+            return caller.response
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            self._ask(path)
+            caller = self._ask(path)
             async with contextlib.aclosing(method(request, context)) as responses:
-                async for response in responses:
-                    yield response
+                async for caller.response in responses:
+                    yield caller.response
 
         return stream if inspect.isasyncgenfunction(method) else answer
 
-    def _ask(self, path: str) -> None:
+    def _ask(self, path: str) -> Caller:
         caller = CALLER.get()
         if (
             caller is None
@@ -136,6 +137,7 @@ class Audit:
             )
         caller.worked = True
         self._calls.inc()
+        return caller
 
 
 def _now() -> str:
@@ -144,6 +146,19 @@ def _now() -> str:
 
 def _version(message: Any) -> int:
     """Return the version that a message is about; 0: it names none."""
+    return _named(message) or _named(_kind(message))
+
+
+def _kind(message: Any) -> Any:
+    """Return what is set of a message that is one of several kinds."""
+    for kinds in getattr(getattr(message, "DESCRIPTOR", None), "oneofs", ()):
+        kind = getattr(message, message.WhichOneof(kinds.name) or "", None)
+        if isinstance(kind, Message):
+            return kind
+    return None
+
+
+def _named(message: Any) -> int:
     found = getattr(message, "report", message)
     while not isinstance(found, int):
         found = getattr(found, "version", 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
@@ -26,7 +25,6 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "Auditor",
     "AuthorityInterceptor",
-    "CallRecord",
     "noting",
     "reader",
     "rule_for",
@@ -46,21 +44,8 @@ class Auditor(Protocol):
     def refuse(self, error: WeightSyncError, attempt: RejectedCall, times: int = 1) -> None:
         """A call was refused at the door, or so many alike were."""
 
-    def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
+    def write(self, caller: Caller, outcome: str) -> None:
         """A call that had begun its work has ended."""
-
-
-@dataclass
-class CallRecord:
-    """What was said in a call.
-
-    Attributes:
-        request: The request, or the first of a stream; None: none came.
-        response: None unless it ended well.
-    """
-
-    request: Any = None
-    response: Any = None
 
 
 class AuthorityInterceptor(grpc.aio.ServerInterceptor):
@@ -160,7 +145,6 @@ class _Entry:
         self._door = door
         self._method = method
         self._handler = handler
-        self._record = CallRecord()
         self._who = ""
 
     async def answer(self, requests: AsyncIterator[Any], context: Any) -> Any:
@@ -169,9 +153,8 @@ class _Entry:
             async with self._refusing(context):
                 caller, request = await self._enter(messages, context)
             inner: Any = self._inner()
-            with noting(self._door.audit, caller, context, self._record):
-                self._record.response = await inner(request, context)
-                return self._record.response
+            with noting(self._door.audit, caller, context):
+                return await inner(request, context)
 
     async def stream(self, requests: AsyncIterator[Any], context: Any) -> None:
         """Serve a method with a stream of responses."""
@@ -179,7 +162,7 @@ class _Entry:
             async with self._refusing(context):
                 caller, request = await self._enter(messages, context)
             inner: Any = self._inner()
-            with noting(self._door.audit, caller, context, self._record):
+            with noting(self._door.audit, caller, context):
                 responses = inner(request, context)
                 if not hasattr(responses, "__aiter__"):
                     # Writes to the context itself, as the health service does.
@@ -234,7 +217,7 @@ class _Entry:
     def _look(self, message: Any) -> None:
         """Refuse what a request asks beyond the caller's authority."""
         # The first message of a push names the model in `begin`.
-        request = self._record.request = getattr(message, "begin", message)
+        request = self._caller.request = getattr(message, "begin", message)
         principal, rule = self._caller.principal, self._caller.rule
         model = getattr(request, "model", "")
         if model and not principal.covers(model):
@@ -286,14 +269,13 @@ class _Opening:
 
 
 @contextlib.contextmanager
-def noting(audit: Auditor, caller: Caller, context: Any, record: CallRecord) -> Iterator[None]:
+def noting(audit: Auditor, caller: Caller, context: Any) -> Iterator[None]:
     """Have the end of a call written down, if its work has begun.
 
     Args:
         audit: Who writes.
         caller: Who called what.
         context: Of the call; knows its status.
-        record: What was said in it.
     """
     outcome = "UNAVAILABLE"
     try:
@@ -307,7 +289,7 @@ def noting(audit: Auditor, caller: Caller, context: Any, record: CallRecord) -> 
         raise
     finally:
         if caller.worked:
-            audit.write(caller, record.request, record.response, outcome)
+            audit.write(caller, outcome)
 
 
 def _denied(sentence: str) -> WeightSyncError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from weightsync_server.auth.principals import Principal
@@ -38,6 +38,8 @@ class Caller:
         peer: Address of the other end, as gRPC tells it.
         door: Role that the socket stands for on which the call came in; None: it stands for none.
         worked: Whether a method that changes state has begun; limits may refuse a call before.
+        request: What was asked, or the first message of a stream; None: nothing came.
+        response: What a method that changes state has answered, or the last of a stream.
     """
 
     principal: Principal
@@ -46,6 +48,8 @@ class Caller:
     peer: str
     door: Role | None = None
     worked: bool = False
+    request: Any = None
+    response: Any = None
 
 
 #: Set before a handler runs, by the interceptor alone; None outside of calls.

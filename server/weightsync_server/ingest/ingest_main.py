@@ -137,7 +137,7 @@ class _Report:
         """A call was refused at the door."""
         self._notices.refuse(error, attempt, times)
 
-    def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
+    def write(self, caller: Caller, outcome: str) -> None:
         """A call has ended: the server's process writes that down itself."""
 
 

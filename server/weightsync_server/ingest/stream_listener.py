@@ -15,7 +15,7 @@ import grpc
 
 from weightsync.wire.fd_passing import listen
 from weightsync_server.auth import CALLER, PUSH_WEIGHTS, RULES, Caller, Role
-from weightsync_server.auth.auth_interceptor import CallRecord, noting
+from weightsync_server.auth.auth_interceptor import noting
 from weightsync_server.auth.principals import EVERYBODY, Principal
 from weightsync_server.ingest.connection import Connection
 from weightsync_server.ops.call_context import CallContext
@@ -52,7 +52,7 @@ class StreamListener:
     def __init__(
         self,
         path: Path,
-        serve: Callable[[Any, Any], Awaitable[bytes]],
+        serve: Callable[[Any, Any], Awaitable[Any]],
         audit: Auditor,
         pids: Callable[[], Collection[int]],
         kill: Callable[[int], None],
@@ -138,15 +138,15 @@ class StreamListener:
     async def _call(self, connection: Connection, call: dict[str, Any]) -> None:
         caller = Caller(_principal(call), PUSH_WEIGHTS, RULES[PUSH_WEIGHTS], call["peer"])
         CALLER.set(caller)
-        context, record = CallContext(caller.peer, call["left_s"]), CallRecord()
+        context = CallContext(caller.peer, call["left_s"])
         response = b""
         try:
-            with noting(self._audit, caller, context, record):
+            with noting(self._audit, caller, context):
                 try:
-                    record.response = await self._serve(connection, context)
+                    answer = await self._serve(connection, context)
                 finally:
-                    record.request = getattr(connection.first, "begin", connection.first)
-            response = record.response.SerializeToString()
+                    caller.request = getattr(connection.first, "begin", connection.first)
+            response = answer.SerializeToString()
         except grpc.aio.AbortError:
             pass
         connection.done(_document(context.status), response)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import attach_pb2, train_pb2
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth import CALLER, RULES, Caller, Role
 from weightsync_server.auth.audit import Audit
@@ -97,16 +99,44 @@ async def test_a_stream_of_answers_is_witnessed_as_well(
     caller = _caller(Role.MEMBER, "/weightsync.node.v1.NodeService/Join")
     CALLER.set(caller)
     assert [answer async for answer in servicer.Join([1, 2], None)] == [1, 2]
-    assert caller.worked
+    assert (caller.worked, caller.response) == (True, 2)
 
 
 def test_names_cannot_forge_a_line(metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     caller = _caller(Role.ADMIN, PATH)
-    request = pb.AbortPushRequest(push_id='x"}\n{"who": "admin"\u2028\u202e\x00')
-    Audit("default", metrics).write(caller, request, None, "OK")
+    caller.request = pb.AbortPushRequest(push_id='x"}\n{"who": "admin"\u2028\u202e\x00')
+    Audit("default", metrics).write(caller, "OK")
     (record,) = caplog.records
     assert record.name == "weightsync.audit"
     text = record.getMessage()
     assert text.isascii()
     assert text.isprintable()
+
+
+_LIVE = attach_pb2.WriteInPlaceResponse(live=attach_pb2.InPlaceLive(version=5))
+_DONE = attach_pb2.WriteInPlaceResponse(
+    committed=attach_pb2.InPlaceCommitted(report=pb.ApplyReport(version=5))
+)
+
+
+@pytest.mark.parametrize(
+    ("response", "version"),
+    [
+        (None, 0),
+        (attach_pb2.WriteInPlaceResponse(begun=attach_pb2.InPlaceBegun(transaction_id="t")), 0),
+        (_LIVE, 5),
+        (_DONE, 5),
+        (train_pb2.TrainResponse(step=train_pb2.TrainStep(version=6)), 6),
+        (pb.ApplyVersionResponse(report=pb.ApplyReport(version=7)), 7),
+    ],
+)
+def test_a_line_names_the_version_that_came_of_a_call(
+    metrics: Metrics, caplog: pytest.LogCaptureFixture, response: Any, version: int
+) -> None:
+    caplog.set_level("INFO", "weightsync.audit")
+    caller = _caller(Role.ADMIN, "/weightsync.v1.AttachService/WriteInPlace")
+    caller.request, caller.response = attach_pb2.BeginInPlace(), response
+    Audit("default", metrics).write(caller, "OK")
+    (record,) = caplog.records
+    assert json.loads(record.getMessage())["version"] == version
