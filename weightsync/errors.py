@@ -289,7 +289,8 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
         Reason.TRAINER_AWAY: Explanation(
             "UNAVAILABLE",
             "The trainer's process has ended, or cannot be started.",
-            "Look at GetTrainStatus and the server's log, then send the job again.",
+            "Look at GetTrainStatus and the server's log, correct what they name, then send the "
+            "job again.",
         ),
         Reason.JOB_UNKNOWN: Explanation(
             "NOT_FOUND",

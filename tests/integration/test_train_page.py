@@ -23,7 +23,6 @@ import pytest
 from benchmarks.servers import free_port
 from examples.demo.model import make_model
 from tests.support.asgi_site import serving_app
-from tests.support.folder_tuner import FOLDER
 from tests.support.following import until
 from tests.support.secured import authority_text
 from weightsync.vllm.bridge.train_forward import ForwardState, TrainForward
@@ -73,7 +72,6 @@ class _Machine:
             "PATH": f"{_BIN}:{os.environ['PATH']}",
             "PYTHONPATH": str(_ROOT),
             "HF_HUB_OFFLINE": "1",
-            FOLDER: str(model),
             "WEIGHTSYNC_ADDRESS": self.address,
             "WEIGHTSYNC_TOKEN": self.token,
         }
@@ -93,7 +91,6 @@ class _Machine:
             ("/srv/", f"{self.folder}/srv/"),
             ("127.0.0.1:8551", f"127.0.0.1:{self.http}"),
             ("127.0.0.1:8000", f"127.0.0.1:{self.vllm}"),
-            ("examples.serve_and_train:Tuner", "tests.support.folder_tuner:FolderTuner"),
             ("$WEIGHTSYNC_TOKEN", self.token),
         ):
             line = line.replace(page, here)

@@ -69,7 +69,11 @@ class _Site:
                 *("--trainer", trainer, "--checkpoint-dir", f"{folder}/checkpoints"),
                 *flags,
             ],
-            variables={"PYTHONPATH": str(ROOT), "WEIGHTSYNC_TOKEN": _SECRET, "MY_API_KEY": _SECRET},
+            variables={
+                "PYTHONPATH": f"{ROOT}:{folder}/modules",
+                "WEIGHTSYNC_TOKEN": _SECRET,
+                "MY_API_KEY": _SECRET,
+            },
         )
         self.client = Client(self.server.address)
 
@@ -145,9 +149,10 @@ def test_a_job_changes_what_is_live(site: _Site) -> None:
     assert [(s.loss, s.tokens) for s in steps] == [(1.0, 4), (2.0, 4)]
     assert (finished.event, finished.version, finished.step) == (TrainEvent.FINISHED, 3, 2)
     site.holds(3, 20)
-    # One that commits nothing goes on from there.
-    _, started, step, finished = site.train(quiet=0)
+    # One that commits nothing goes on from there; what it forks has no voice.
+    _, started, step, finished = site.train(quiet=0, fork="after")
     assert (started.version, step.version, step.loss, finished.version) == (3, 0, 3.0, 3)
+    _until(lambda: "has come back from the trainer's class" in site.server.log)
     status = site.client.train_status()
     assert (status.state, status.finished, status.failed) == (TrainerState.READY, 2, 0)
     assert (status.state_version, status.reason, status.restarts) == (3, "", 0)
@@ -205,8 +210,11 @@ def test_one_that_does_not_end_when_it_is_cancelled_is_ended(site: _Site) -> Non
         list(events)
     assert caught.value.reason is Reason.CANCELLED
     site.holds(1, 0)
+    site.ready()
+    assert "did not end a job within" in site.client.train_status().reason
     assert site.train()[-1].version == 2
-    assert site.client.train_status().restarts == 1
+    status = site.client.train_status()
+    assert (status.restarts, status.reason) == (1, "")
     assert "did not end a job within" in site.server.log
     site.holds(2, 10)
 
@@ -231,7 +239,7 @@ def test_what_is_refused_in_a_transaction_is_told_with_its_cause(site: _Site) ->
     assert error.metadata["cause"] == "REQUEST_INVALID"
     assert "lease must be" in error.message
     wrong = site.refused(Reason.TRAINER_FAILED, **{"yield": "text"})
-    assert "train yields str; it must be Progress" in wrong.message
+    assert "train yields str; it must yield weightsync_client.trainer.Progress" in wrong.message
 
 
 def test_a_trainer_that_dies_in_a_transaction_is_started_again(site: _Site) -> None:
@@ -246,7 +254,9 @@ def test_a_trainer_that_dies_in_a_transaction_is_started_again(site: _Site) -> N
     site.holds(1, 0)
     assert site.ready() != pid
     assert site.client.train_status().restarts == 1
-    site.train()
+    # What it had committed, and told nobody of.
+    error = site.refused(Reason.TRAINER_AWAY, leave="after")
+    assert "ended with status 7; version 2 is live" in error.message
     site.holds(2, 10)
 
 
@@ -294,14 +304,24 @@ def test_no_trainer_outlives_the_server(site: _Site, end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "sentence"),
+    ("trainer", "start_s", "sentence"),
     [
-        ("tests.support.nowhere:Nobody", "No module named 'tests.support.nowhere'; name it with"),
-        ("tests.support.adding_trainer:BrokenTrainer", "setup of the trainer's class raised Look"),
+        (
+            _ADDING,
+            0.2,
+            "was not ready within 0.2 s; have setup of the class do less, or start the server with",
+        ),
+        (
+            "tests.support.adding_trainer:BrokenTrainer",
+            60,
+            "setup of the trainer's class raised LookupError: no optimizer for ",
+        ),
     ],
 )
-def test_a_class_that_cannot_be_used_is_told_in_a_sentence(trainer: str, sentence: str) -> None:
-    with _site(trainer) as site:
+def test_a_class_that_cannot_be_used_is_told_in_a_sentence(
+    trainer: str, start_s: float, sentence: str
+) -> None:
+    with _site(trainer, f"--trainer-start-timeout-s={start_s}") as site:
         site.wait(TrainerState.AWAY)
         status = site.client.train_status()
         assert sentence in status.reason
@@ -310,14 +330,22 @@ def test_a_class_that_cannot_be_used_is_told_in_a_sentence(trainer: str, sentenc
         site.holds(1, 0)
 
 
-def test_jobs_do_not_wait_for_a_class_that_cannot_be_used() -> None:
-    with _site("tests.support.nowhere:Nobody") as site:
+def test_jobs_do_not_wait_for_a_class_that_cannot_be_used_until_it_can() -> None:
+    with _site("late:AddingTrainer") as site:
         # Where the start has failed a few times, and at once afterwards.
         for _ in range(2):
             error = site.refused(Reason.TRAINER_AWAY)
-            assert "No module named 'tests.support.nowhere'" in error.message
+            assert error.message.startswith("no trainer can be started, which is tried again")
+            assert "No module named 'late'; correct it, or" in error.message
+            assert "send it again" not in error.message
             assert "Traceback" in error.metadata["traceback"]
         assert site.server.log.count("no trainer could be started") in (3, 4)
+        (site.folder / "modules").mkdir()
+        module = "from tests.support.adding_trainer import AddingTrainer"
+        (site.folder / "modules/late.py").write_text(module)
+        site.ready()
+        assert site.client.train_status().reason == ""
+        site.train()
 
 
 def _began(events: list[TrainProgress]) -> tuple[int, float | None]:
@@ -362,6 +390,9 @@ def test_a_checkpoint_is_what_is_live(site: _Site) -> None:
     for name, tensor in _tensors(30).items():
         assert torch.equal(found[name], tensor)
     assert [path.name for path in folder.parent.iterdir()] == ["first"]
+    # What lies beside the engine's checkpoint, and what does not.
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    assert done.missing.startswith("the folder has no config.json, for none was found")
     assert site.client.checkpoint().path == ""
     for name in ("first", "../first", ".first", "a/b", "x" * 200):
         with pytest.raises(ClientError) as caught:

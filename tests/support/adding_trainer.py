@@ -31,7 +31,7 @@ class AddingTrainer:
         quiet: after how many steps it commits nothing more
         lease_s: of each transaction
         wait_s: before each step, for as long or until it is cancelled
-        raise, hang, leave: "before", "inside" or "after" the transaction of the first step
+        raise, hang, leave, fork: "before", "inside" or "after" the transaction of a step
         yield: what a step is, in the place of progress
 
     """
@@ -70,6 +70,8 @@ class AddingTrainer:
             raise ArithmeticError(msg)
         if request.get("leave") == place:
             os._exit(7)
+        if request.get("fork") == place:
+            os.fork()
         if request.get("hang") == place:
             # The server's log has what trainers print.
             print(f"it hangs {place} the transaction", flush=True)  # noqa: T201 - as they do

@@ -56,6 +56,7 @@ class MemoryEngine(MemoryRank):
         checks_layouts: Whether a push of other tensors is refused when its layout comes, as with
             vLLM, and not only when it is applied.
         attachable: Whether trainers on this host may attach to the parameters.
+        checkpoint: What they are told that it has loaded: a name or a path.
 
     Attributes:
         ranks: All of them, in order. Tests damage one, or override its `write`.
@@ -74,6 +75,7 @@ class MemoryEngine(MemoryRank):
         *,
         checks_layouts: bool = False,
         attachable: bool = False,
+        checkpoint: str = "memory",
     ) -> None:
         self._abilities = {"weight_version", BETWEEN_STEPS, FENCES_ON_EXPIRY, LIMITS_SERVING}
         if checks_layouts:
@@ -81,9 +83,9 @@ class MemoryEngine(MemoryRank):
         if attachable:
             self._abilities.add(ATTACH)
         facts = tensors, segment_socket, self._serving
-        super().__init__(_NAME.format(0), *facts, attachable=attachable)
+        super().__init__(_NAME.format(0), *facts, attachable=attachable, checkpoint=checkpoint)
         others = (
-            MemoryRank(_NAME.format(rank), *facts, attachable=attachable)
+            MemoryRank(_NAME.format(rank), *facts, attachable=attachable, checkpoint=checkpoint)
             for rank in range(1, ranks)
         )
         self.ranks: tuple[MemoryRank, ...] = (self, *others)

@@ -71,6 +71,7 @@ class MemoryRank:
         segment_socket: The server's segment socket.
         generates: Tells whether the engine generates, so that nothing may be written.
         attachable: Whether they lie in shared memory, for trainers that attach.
+        checkpoint: What these are told that it has loaded.
 
     Attributes:
         live: The live parameters: name to bytes. Tests read them, and damage them.
@@ -85,9 +86,11 @@ class MemoryRank:
         generates: Callable[[], bool],
         *,
         attachable: bool = False,
+        checkpoint: str = "memory",
     ) -> None:
         self.name = name
         self._attachable = attachable
+        self._checkpoint = checkpoint
         self._socket = str(segment_socket)
         self._generates = generates
         self._kinds = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
@@ -316,7 +319,8 @@ class MemoryRank:
     def _attach(self, args: Mapping[str, Any]) -> dict[str, Any]:
         report: dict[str, Any] = {"ticket": args["ticket"], "phase": "ready", "error": ""}
         if isinstance(self.live, SharedTensors):
-            self.live.hand_out(self._socket, str(args["offer"]), self.name, self._kinds)
+            offer = str(args["offer"])
+            self.live.hand_out(self._socket, offer, self.name, self._checkpoint, self._kinds)
         else:
             error = "this engine was made without attachable=True"
             report |= {"phase": "failed", "error": error, "refused": True}

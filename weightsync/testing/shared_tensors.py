@@ -62,7 +62,12 @@ class SharedTensors(MutableMapping[str, bytes]):
         return len(self._places)
 
     def hand_out(
-        self, socket: str, offer: str, rank: str, kinds: Mapping[str, tuple[str, tuple[int, ...]]]
+        self,
+        socket: str,
+        offer: str,
+        rank: str,
+        checkpoint: str,
+        kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     ) -> None:
         """Send what opens the memory over the segment socket, as a rank of vLLM does.
 
@@ -70,10 +75,11 @@ class SharedTensors(MutableMapping[str, bytes]):
             socket: The segment socket.
             offer: What the server expects.
             rank: `dp/pp/tp`.
+            checkpoint: What the engine has loaded.
             kinds: Name to dtype and shape.
         """
         boxes = tuple(self._box(name, *kind) for name, kind in kinds.items())
-        document = LiveViews(rank, b"", "memory", {}, boxes).to_json()
+        document = LiveViews(rank, b"", checkpoint, {}, boxes).to_json()
         fds = [os.memfd_create("weightsync", os.MFD_CLOEXEC), self._segment.lend()]
         try:
             os.pwrite(fds[0], document, 0)

@@ -26,15 +26,15 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19weightsync/v1/train.proto\x12\rweightsync.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"G\n\x0cTrainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xe2\x01\n\rTrainResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12,\n\x06queued\x18\x02 \x01(\x0b\x32\x1a.weightsync.v1.TrainQueuedH\x00\x12.\n\x07started\x18\x03 \x01(\x0b\x32\x1b.weightsync.v1.TrainStartedH\x00\x12(\n\x04step\x18\x04 \x01(\x0b\x32\x18.weightsync.v1.TrainStepH\x00\x12\x30\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1c.weightsync.v1.TrainFinishedH\x00\x42\x07\n\x05\x65vent\"\x1c\n\x0bTrainQueued\x12\r\n\x05\x61head\x18\x01 \x01(\r\"6\n\x0cTrainStarted\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x15\n\rstate_version\x18\x02 \x01(\x04\"f\n\tTrainStep\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\x04loss\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tokens\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x0f\n\x07version\x18\x04 \x01(\x04\x42\x07\n\x05_lossB\t\n\x07_tokens\"\\\n\rTrainFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05steps\x18\x02 \x01(\x04\x12+\n\x08\x64uration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"2\n\x11\x43heckpointRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\"3\n\x12\x43heckpointResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"&\n\x15GetTrainStatusRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x86\x02\n\x16GetTrainStatusResponse\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x1b.weightsync.v1.TrainerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x10\n\x08restarts\x18\x04 \x01(\x04\x12\x16\n\x0erunning_job_id\x18\x05 \x01(\t\x12\x15\n\rrunning_steps\x18\x06 \x01(\x04\x12\x16\n\x0equeued_job_ids\x18\x07 \x03(\t\x12\x10\n\x08\x66inished\x18\x08 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\t \x01(\x04\x12\x11\n\tcancelled\x18\n \x01(\x04\x12\x15\n\rstate_version\x18\x0b \x01(\x04\"3\n\x12\x43\x61ncelTrainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\"\x15\n\x13\x43\x61ncelTrainResponse*\x96\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_STATE_STARTING\x10\x01\x12\x17\n\x13TRAINER_STATE_READY\x10\x02\x12\x1a\n\x16TRAINER_STATE_TRAINING\x10\x03\x12\x16\n\x12TRAINER_STATE_AWAY\x10\x04\x32\xdc\x02\n\x0cTrainService\x12\x44\n\x05Train\x12\x1b.weightsync.v1.TrainRequest\x1a\x1c.weightsync.v1.TrainResponse0\x01\x12Q\n\nCheckpoint\x12 .weightsync.v1.CheckpointRequest\x1a!.weightsync.v1.CheckpointResponse\x12]\n\x0eGetTrainStatus\x12$.weightsync.v1.GetTrainStatusRequest\x1a%.weightsync.v1.GetTrainStatusResponse\x12T\n\x0b\x43\x61ncelTrain\x12!.weightsync.v1.CancelTrainRequest\x1a\".weightsync.v1.CancelTrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19weightsync/v1/train.proto\x12\rweightsync.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"G\n\x0cTrainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xe2\x01\n\rTrainResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12,\n\x06queued\x18\x02 \x01(\x0b\x32\x1a.weightsync.v1.TrainQueuedH\x00\x12.\n\x07started\x18\x03 \x01(\x0b\x32\x1b.weightsync.v1.TrainStartedH\x00\x12(\n\x04step\x18\x04 \x01(\x0b\x32\x18.weightsync.v1.TrainStepH\x00\x12\x30\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1c.weightsync.v1.TrainFinishedH\x00\x42\x07\n\x05\x65vent\"\x1c\n\x0bTrainQueued\x12\r\n\x05\x61head\x18\x01 \x01(\r\"6\n\x0cTrainStarted\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x15\n\rstate_version\x18\x02 \x01(\x04\"f\n\tTrainStep\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\x04loss\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tokens\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x0f\n\x07version\x18\x04 \x01(\x04\x42\x07\n\x05_lossB\t\n\x07_tokens\"\\\n\rTrainFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05steps\x18\x02 \x01(\x04\x12+\n\x08\x64uration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"2\n\x11\x43heckpointRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\"D\n\x12\x43heckpointResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07missing\x18\x03 \x01(\t\"&\n\x15GetTrainStatusRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x86\x02\n\x16GetTrainStatusResponse\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x1b.weightsync.v1.TrainerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x10\n\x08restarts\x18\x04 \x01(\x04\x12\x16\n\x0erunning_job_id\x18\x05 \x01(\t\x12\x15\n\rrunning_steps\x18\x06 \x01(\x04\x12\x16\n\x0equeued_job_ids\x18\x07 \x03(\t\x12\x10\n\x08\x66inished\x18\x08 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\t \x01(\x04\x12\x11\n\tcancelled\x18\n \x01(\x04\x12\x15\n\rstate_version\x18\x0b \x01(\x04\"3\n\x12\x43\x61ncelTrainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\"\x15\n\x13\x43\x61ncelTrainResponse*\x96\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_STATE_STARTING\x10\x01\x12\x17\n\x13TRAINER_STATE_READY\x10\x02\x12\x1a\n\x16TRAINER_STATE_TRAINING\x10\x03\x12\x16\n\x12TRAINER_STATE_AWAY\x10\x04\x32\xdc\x02\n\x0cTrainService\x12\x44\n\x05Train\x12\x1b.weightsync.v1.TrainRequest\x1a\x1c.weightsync.v1.TrainResponse0\x01\x12Q\n\nCheckpoint\x12 .weightsync.v1.CheckpointRequest\x1a!.weightsync.v1.CheckpointResponse\x12]\n\x0eGetTrainStatus\x12$.weightsync.v1.GetTrainStatusRequest\x1a%.weightsync.v1.GetTrainStatusResponse\x12T\n\x0b\x43\x61ncelTrain\x12!.weightsync.v1.CancelTrainRequest\x1a\".weightsync.v1.CancelTrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weightsync.v1.train_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRAINERSTATE']._serialized_start=1179
-  _globals['_TRAINERSTATE']._serialized_end=1329
+  _globals['_TRAINERSTATE']._serialized_start=1196
+  _globals['_TRAINERSTATE']._serialized_end=1346
   _globals['_TRAINREQUEST']._serialized_start=106
   _globals['_TRAINREQUEST']._serialized_end=177
   _globals['_TRAINRESPONSE']._serialized_start=180
@@ -50,15 +50,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKPOINTREQUEST']._serialized_start=692
   _globals['_CHECKPOINTREQUEST']._serialized_end=742
   _globals['_CHECKPOINTRESPONSE']._serialized_start=744
-  _globals['_CHECKPOINTRESPONSE']._serialized_end=795
-  _globals['_GETTRAINSTATUSREQUEST']._serialized_start=797
-  _globals['_GETTRAINSTATUSREQUEST']._serialized_end=835
-  _globals['_GETTRAINSTATUSRESPONSE']._serialized_start=838
-  _globals['_GETTRAINSTATUSRESPONSE']._serialized_end=1100
-  _globals['_CANCELTRAINREQUEST']._serialized_start=1102
-  _globals['_CANCELTRAINREQUEST']._serialized_end=1153
-  _globals['_CANCELTRAINRESPONSE']._serialized_start=1155
-  _globals['_CANCELTRAINRESPONSE']._serialized_end=1176
-  _globals['_TRAINSERVICE']._serialized_start=1332
-  _globals['_TRAINSERVICE']._serialized_end=1680
+  _globals['_CHECKPOINTRESPONSE']._serialized_end=812
+  _globals['_GETTRAINSTATUSREQUEST']._serialized_start=814
+  _globals['_GETTRAINSTATUSREQUEST']._serialized_end=852
+  _globals['_GETTRAINSTATUSRESPONSE']._serialized_start=855
+  _globals['_GETTRAINSTATUSRESPONSE']._serialized_end=1117
+  _globals['_CANCELTRAINREQUEST']._serialized_start=1119
+  _globals['_CANCELTRAINREQUEST']._serialized_end=1170
+  _globals['_CANCELTRAINRESPONSE']._serialized_start=1172
+  _globals['_CANCELTRAINRESPONSE']._serialized_end=1193
+  _globals['_TRAINSERVICE']._serialized_start=1349
+  _globals['_TRAINSERVICE']._serialized_end=1697
 # @@protoc_insertion_point(module_scope)

@@ -286,19 +286,25 @@ class CheckpointResponse(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Which."""
     path: _builtins.str
     """Path of the folder on the server's host; empty: none was asked for."""
+    missing: _builtins.str
+    """What a vLLM that loads the folder needs and does not find in it, such as config.json, one
+    sentence; empty: nothing.
+    """
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         path: _builtins.str = ...,
+        missing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing", b"missing", "path", b"path", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,7 +352,9 @@ class GetTrainStatusResponse(_message.Message):
     state: Global___TrainerState.ValueType
     """Where the trainer's process stands."""
     reason: _builtins.str
-    """Why it is not ready, or why its last process ended; empty: nothing is wrong."""
+    """While it is away or starts: why. While it is ready or trains: why it was last started again,
+    until a job has ended well. Empty: nothing is wrong.
+    """
     pid: _builtins.int
     """Process of the trainer; 0: none."""
     restarts: _builtins.int

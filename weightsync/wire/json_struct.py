@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
-from google.protobuf.struct_pb2 import Struct
+from google.protobuf.struct_pb2 import Struct, Value
 
 from weightsync.errors import Reason, WeightSyncError
 
@@ -34,12 +34,18 @@ def to_struct(what: str, value: Mapping[str, Any]) -> Struct:
     try:
         plain = json.loads(json.dumps(dict(value), allow_nan=False))
         struct.update(plain)
-        # Numbers are carried as doubles, and messages may be nested 100 deep.
-        same = MessageToDict(Struct.FromString(struct.SerializeToString())) == plain
+        # Numbers are carried as doubles, and messages may be nested 100 deep, with the one around.
+        carried = Value(struct_value=struct).SerializeToString()
+        same = MessageToDict(Value.FromString(carried).struct_value) == plain
     except (TypeError, ValueError, OverflowError, RecursionError, DecodeError) as error:
-        raise _refused(f"{what} is no JSON object that can be sent ({error})") from None
+        raise _refused(
+            f"{what} is no JSON object that can be sent ({error}); give text, finite numbers, "
+            "lists and objects, nested at most 30 deep"
+        ) from None
     if not same:
-        raise _refused(f"{what} has a whole number above 2^53, which would be rounded")
+        raise _refused(
+            f"{what} has a whole number above 2^53, which would be rounded; send it as text"
+        )
     return struct
 
 
@@ -60,6 +66,4 @@ def _whole(value: Any) -> Any:
 
 
 def _refused(sentence: str) -> WeightSyncError:
-    return WeightSyncError(
-        Reason.REQUEST_INVALID, f"{sentence}; give text, numbers, lists and objects"
-    )
+    return WeightSyncError(Reason.REQUEST_INVALID, sentence)

@@ -18,7 +18,7 @@ from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of, without_ties
 from weightsync_client.attach.transaction_call import Writing
-from weightsync_client.attach.written_boxes import TensorBox, WrittenBox, unlike
+from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, unlike
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
 from weightsync_client.source.sharded_tensors import is_sharded
@@ -149,7 +149,7 @@ class Attached(Mapping[str, torch.Tensor]):
             for _, live, source in self._places(name, offsets, tensor):
                 live.copy_(_near(source, live))
 
-    def check_written(self, boxes: Iterable[TensorBox]) -> None:
+    def check_written(self, boxes: Iterable[TrainerBox]) -> None:
         """Accept boxes that lie, bit for bit, in every place where they were written.
 
         Raises:
@@ -240,7 +240,7 @@ class Attached(Mapping[str, torch.Tensor]):
             update_together(self, transaction, tensors, self._writing.push)
             return transaction
         self.check_complete({name: kind_of(name, tensor) for name, tensor in tensors.items()})
-        boxes = [TensorBox(name, (0,) * each.ndim, each) for name, each in tensors.items()]
+        boxes = [TrainerBox(name, (0,) * each.ndim, each) for name, each in tensors.items()]
         with transaction:
             for box in boxes:
                 self.write_box(*box)

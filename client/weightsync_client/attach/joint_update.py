@@ -10,7 +10,7 @@ from torch import distributed
 
 from weightsync.errors import Reason
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of
-from weightsync_client.attach.written_boxes import TensorBox
+from weightsync_client.attach.written_boxes import TrainerBox
 from weightsync_client.errors import ClientError, refuse
 from weightsync_client.source.sharded_tensors import ShardedTensor, is_sharded, local_parts
 
@@ -33,7 +33,7 @@ class Target(Protocol):
     def write_box(self, name: str, offsets: Sequence[int], tensor: torch.Tensor) -> None:
         """Put a box of a tensor into every place where a part of it lies, on every rank."""
 
-    def check_written(self, boxes: Iterable[TensorBox]) -> None:
+    def check_written(self, boxes: Iterable[TrainerBox]) -> None:
         """Accept boxes that lie, bit for bit, in every place where they were written."""
 
     def settle(self) -> None:
@@ -62,7 +62,7 @@ def update_together(
         parts = {name: _part(name, value, processes.number) for name, value in tensors.items()}
         kinds = {name: TensorKind(part.dtype, part.shape) for name, part in parts.items()}
         target.check_complete(kinds)
-    own = [TensorBox(name, *box) for name, part in parts.items() for box in _written(part)]
+    own = [TrainerBox(name, *box) for name, part in parts.items() for box in _written(part)]
     key = processes.led(transaction.begin)
     try:
         # Nobody renews the lease: one that hangs would keep the engine standing.

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["TensorBox", "WrittenBox", "unlike"]
+__all__ = ["TrainerBox", "WrittenBox", "unlike"]
 
 #: Of what is compared at a time: casts, and copies from another GPU, need that much memory.
 _PIECE_BYTES = 128 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class TensorBox(NamedTuple):
+class TrainerBox(NamedTuple):
     """A part of a trainer's tensor.
 
     Attributes:

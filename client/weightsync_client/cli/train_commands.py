@@ -109,6 +109,8 @@ def checkpoint(
         return
     where = f"; on the server's host it lies in {result.path}" if result.path else ""
     typer.echo(f"version {result.version} is durable{where}")
+    if result.missing:
+        typer.echo(result.missing, err=True)
 
 
 @contextlib.contextmanager
@@ -169,10 +171,14 @@ def _facts(one: types.TrainProgress) -> str:
 
 
 def _show_status(found: types.TrainStatus) -> None:
-    reason = f" ({found.reason})" if found.reason else ""
+    reason = found.reason
     process = f", process {found.pid}" if found.pid else ""
     again = f", started again {found.restarts} times" if found.restarts else ""
-    typer.echo(f"trainer {found.state}{reason}{process}{again}")
+    if found.state in (types.TrainerState.READY, types.TrainerState.TRAINING):
+        # It is over.
+        reason, again = "", again + (f", last because {reason}" if reason else "")
+    standing = f"{found.state} ({reason})" if reason else found.state
+    typer.echo(f"trainer {standing}{process}{again}")
     typer.echo(f"  optimizer: {_state(found.state_version)}")
     if found.running_job_id:
         typer.echo(f"  job {found.running_job_id} runs, {found.running_steps} steps done")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
 from weightsync_client.trainer.failure import UserClassError, users_code
+from weightsync_client.trainer.forked_child import end_forked_child
 from weightsync_client.trainer.synced_folder import sync_folder
 from weightsync_client.trainer.trainer_class import Progress
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from weightsync_client.attach import Attached
 
 __all__ = ["JobRunner", "TrainOrder"]
+
+_STEPS = "it must yield weightsync_client.trainer.Progress after each step"
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class JobRunner:
         self._kind = kind
         self._attached = attached
         self._tell = tell
+        self._pid = os.getpid()
         self._trainer: Any = None
 
     @property
@@ -74,7 +79,7 @@ class JobRunner:
         """
         # Memory of the one before is free for the next.
         self._trainer = None
-        with users_code("setup"):
+        with users_code("setup", "; correct the class"):
             trainer = self._kind()
             trainer.setup(self._attached)
         self._trainer = trainer
@@ -112,7 +117,11 @@ class JobRunner:
         self, order: TrainOrder, request: Mapping[str, Any], cancelled: threading.Event
     ) -> None:
         saved = order.version
-        steps = iter(self._trainer.train(request, cancelled))
+        steps = self._trainer.train(request, cancelled)
+        if not isinstance(steps, Iterable):
+            msg = f"train returned {type(steps).__name__}; {_STEPS}"
+            raise TypeError(msg)
+        steps = iter(steps)
         with contextlib.ExitStack() as stack:
             if close := getattr(steps, "close", None):
                 # In the middle of a transaction this takes it back.
@@ -125,7 +134,7 @@ class JobRunner:
 
     def _step(self, order: TrainOrder, progress: Any, saved: int) -> int:
         if not isinstance(progress, Progress):
-            msg = f"train yields {type(progress).__name__}; it must be Progress"
+            msg = f"train yields {type(progress).__name__}; {_STEPS}"
             raise TypeError(msg)
         step = {
             "op": "step",
@@ -139,6 +148,8 @@ class JobRunner:
 
     def _save(self, order: TrainOrder, saved: int) -> int:
         """Save the state where another version is live than the one that it was saved with."""
+        # A step, or the end, of a process that was forked is none of the job's.
+        end_forked_child(self._pid)
         live = self._attached.version
         if live == saved or not hasattr(self._trainer, "save_state"):
             return live

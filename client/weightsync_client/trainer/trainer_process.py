@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync import __version__
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.fork_guard import NO_FORK, close_in_children
 from weightsync.wire import child_end, frames
 from weightsync.wire.notes import read_note
 from weightsync_client.access import Access
@@ -19,6 +20,7 @@ from weightsync_client.client import Client
 from weightsync_client.trainer.checkpoint_files import write_checkpoint
 from weightsync_client.trainer.class_import import import_class
 from weightsync_client.trainer.failure import UserClassError, failure_of
+from weightsync_client.trainer.forked_child import end_forked_child
 from weightsync_client.trainer.job_runner import JobRunner, TrainOrder
 
 if TYPE_CHECKING:
@@ -50,9 +52,16 @@ class _TrainerProcess:
     def __init__(self, sock: socket.socket, start: dict[str, Any]) -> None:
         self._sock = sock
         self._start = start
+        self._pid = os.getpid()
         self._send_lock = threading.Lock()
         self._requests: queue.Queue[dict[str, Any]] = queue.Queue()
         self._stops: dict[int, threading.Event] = {}
+        with NO_FORK:
+            close_in_children(self)
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: have the server see the end of the trainer, not of this."""
+        self._sock.close()
 
     def run(self) -> None:
         """Attach, get ready, say so, then do one request after the other.
@@ -122,6 +131,8 @@ class _TrainerProcess:
             os._exit(0)
 
     def _send(self, document: dict[str, Any]) -> None:
+        # Before the lock, which another thread of the trainer may have had when it was forked.
+        end_forked_child(self._pid)
         with self._send_lock:
             self._sock.sendall(frames.encode(document))
 

@@ -14,7 +14,7 @@ from weightsync_server.ops.http_endpoint import HttpReply
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["answered", "error_document", "no_method", "no_route", "refusal"]
+__all__ = ["answered", "error_document", "no_method", "no_route", "refusal", "wrong_request"]
 
 #: By gRPC status. What may be good a moment later is a 5xx: that is what callers try again.
 _STATUS: Mapping[str, HTTPStatus] = MappingProxyType(
@@ -73,15 +73,18 @@ def error_document(error: WeightSyncError) -> dict[str, str]:
 def no_route(paths: Iterable[str]) -> HttpReply:
     """Return the answer to a path that is none of ours."""
     sentence = f"there is no such path here; use one of {', '.join(paths)}"
-    return _wrong(sentence, HTTPStatus.NOT_FOUND)
+    return wrong_request(HTTPStatus.NOT_FOUND, sentence)
 
 
 def no_method(path: str, method: str) -> HttpReply:
     """Return the answer to a path of ours that takes another method."""
     sentence = f"{path} takes {method} and nothing else"
-    return _wrong(sentence, HTTPStatus.METHOD_NOT_ALLOWED, [("Allow", method)])
+    return wrong_request(HTTPStatus.METHOD_NOT_ALLOWED, sentence, [("Allow", method)])
 
 
-def _wrong(sentence: str, status: HTTPStatus, headers: Iterable[tuple[str, str]] = ()) -> HttpReply:
+def wrong_request(
+    status: HTTPStatus, sentence: str, headers: Iterable[tuple[str, str]] = ()
+) -> HttpReply:
+    """Return the answer to what is no request of ours, with a status that only HTTP has."""
     document = {"error": sentence, "reason": Reason.REQUEST_INVALID.value}
     return answered(document, status, headers)

@@ -27,28 +27,35 @@ class Verb(NamedTuple):
         needs: Methods of ours that its sender must be allowed to call: all of them, before any.
         run: Does it.
         body_bytes: Most bytes of a body.
+        may_be_empty: Whether a body may be left out.
     """
 
     method: str
     needs: Sequence[str]
     run: Callable[[HttpRequest, Mapping[str, Any]], Awaitable[HttpReply]]
     body_bytes: int = BODY_BYTES
+    may_be_empty: bool = True
 
 
-def read_fields(request: HttpRequest) -> dict[str, Any]:
+def read_fields(request: HttpRequest, *, may_be_empty: bool) -> dict[str, Any]:
     """Return what a request says in its body, a JSON object or nothing, and in its query.
+
+    Args:
+        request: The request.
+        may_be_empty: Whether its body may be left out.
 
     Raises:
         WeightSyncError: REQUEST_INVALID.
     """
     fields: Any = {}
-    if request.body.strip():
+    if request.body.strip() or not may_be_empty:
         try:
             fields = json.loads(request.body)
         except (ValueError, RecursionError):
             fields = None
     if not isinstance(fields, dict):
-        raise refused("the body must be one JSON object in UTF-8, or empty")
+        empty = ", or empty" if may_be_empty else "; send {} where none is needed"
+        raise refused(f"the body must be one JSON object in UTF-8{empty}")
     try:
         return fields | dict(parse_qsl(request.query, strict_parsing=bool(request.query)))
     except ValueError:

@@ -48,7 +48,9 @@ class TrainVerbs:
         self._model = model
         root = "/v1/weightsync"
         self.verbs = {
-            f"{root}/train": Verb("POST", (TRAIN,), self._train, _REQUEST_BYTES),
+            f"{root}/train": Verb(
+                "POST", (TRAIN,), self._train, _REQUEST_BYTES, may_be_empty=False
+            ),
             f"{root}/train/status": Verb("GET", (GET_TRAIN_STATUS,), self._status),
             f"{root}/train/cancel": Verb("POST", (CANCEL_TRAIN,), self._cancel),
             f"{root}/checkpoint": Verb("POST", (CHECKPOINT,), self._checkpoint),
@@ -82,14 +84,15 @@ class TrainVerbs:
         folder = _text(fields, "folder") if fields else ""
         ask = pb.CheckpointRequest(model=self._model, folder=folder)
         done = await self._calls.call(CHECKPOINT, ask, request)
-        return replies.answered({"version": done.version, "path": done.path})
+        document = {"version": done.version, "path": done.path, "missing": done.missing}
+        return replies.answered(document)
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
     """Return the one field there may be."""
     refuse_unknown(fields, (name,))
     value = fields.get(name)
-    if not isinstance(value, str) or not value.isprintable():
+    if not isinstance(value, str) or not value or not value.isprintable():
         raise refused(f"{name} must be given, as text")
     return value
 

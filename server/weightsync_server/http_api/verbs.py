@@ -32,7 +32,7 @@ from weightsync_server.http_api.request_fields import (
 )
 from weightsync_server.http_api.train_verbs import TrainVerbs
 from weightsync_server.http_api.weight_update import WeightUpdates
-from weightsync_server.ops.http_endpoint import HttpEndpoint
+from weightsync_server.ops.http_endpoint import HttpEndpoint, HttpReply
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.rpc import SERVING
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from weightsync_server.auth.auth_interceptor import AuthorityInterceptor
     from weightsync_server.http_api.inner_calls import InnerCalls
-    from weightsync_server.ops.http_endpoint import HttpReply, HttpRequest
+    from weightsync_server.ops.http_endpoint import HttpRequest
 
 __all__ = ["HttpApi"]
 
@@ -112,7 +112,13 @@ class HttpApi:
             OSError: The address cannot be bound.
         """
         self._endpoint = HttpEndpoint(
-            self.answer, host, port, name="http-api", max_body=self._most_bytes, tls=tls
+            self.answer,
+            host,
+            port,
+            name="http-api",
+            max_body=self._most_bytes,
+            refuse=self._refuse_body,
+            tls=tls,
         )
         return self._endpoint.port
 
@@ -125,6 +131,13 @@ class HttpApi:
             await self._endpoint.drain(min(grace_s, _LAST_S))
 
     async def _answer(self, request: HttpRequest) -> HttpReply:
+        verb = self._find_verb(request)
+        if isinstance(verb, HttpReply):
+            return verb
+        return await verb.run(request, read_fields(request, may_be_empty=verb.may_be_empty))
+
+    def _find_verb(self, request: HttpRequest) -> Verb | HttpReply:
+        """Return what a request is for, by its head alone, or that there is no such thing."""
         verb = self._verbs.get(request.path)
         if request.values("origin"):
             # A page of any site may have a browser on this host post to a port of this host.
@@ -136,7 +149,15 @@ class HttpApi:
             return replies.no_route(self._verbs)
         if request.method != verb.method and (request.method, verb.method) != ("HEAD", "GET"):
             return replies.no_method(request.path, verb.method)
-        return await verb.run(request, read_fields(request))
+        return verb
+
+    def _refuse_body(self, head: HttpRequest, status: HTTPStatus, sentence: str) -> HttpReply:
+        """Return the answer to a body that is not read: what is wrong with its head comes first."""
+        try:
+            found = self._find_verb(head)
+        except WeightSyncError as error:
+            return replies.refusal(error)
+        return found if isinstance(found, HttpReply) else replies.wrong_request(status, sentence)
 
     def _most_bytes(self, head: HttpRequest) -> int:
         """Return how long the body after a head may be; strangers have no large ones read."""

@@ -72,6 +72,10 @@ class HttpReply(NamedTuple):
     stream: ByteStream | None = None
 
 
+def _plain(_: HttpRequest, status: HTTPStatus, sentence: str) -> HttpReply:
+    return HttpReply(status, f"{sentence}\n".encode())
+
+
 class HttpEndpoint:
     """Serves HTTP/1.1 from the event loop, one request a connection.
 
@@ -84,6 +88,7 @@ class HttpEndpoint:
         port: TCP port; 0: any free one, see `port`.
         name: Of its task, for people.
         max_body: Most bytes of the body that follows a head; one with more is answered with 413.
+        refuse: Answers a head whose body is not read, with a status and a sentence that says why.
         tls: What connections are encrypted with; None: they are not.
 
     Raises:
@@ -98,10 +103,12 @@ class HttpEndpoint:
         *,
         name: str,
         max_body: Callable[[HttpRequest], int] = lambda _: 0,
+        refuse: Callable[[HttpRequest, HTTPStatus, str], HttpReply] = _plain,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._answer = answer
         self._max_body = max_body
+        self._refuse = refuse
         self._tls = tls
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=64)
@@ -177,15 +184,18 @@ class HttpEndpoint:
             peer=_peer(writer), certificate=writer.get_extra_info("peercert") or {}
         )
         if request.values("transfer-encoding"):
-            return HttpReply(HTTPStatus.LENGTH_REQUIRED, b"send the body with Content-Length\n")
+            sentence = "send the body whole, with its Content-Length, not in chunks"
+            return self._refuse(request, HTTPStatus.LENGTH_REQUIRED, sentence)
         lengths = set(request.values("content-length")) or {"0"}
         length = lengths.pop()
         if lengths or not (length.isascii() and length.isdecimal()):
-            return HttpReply(HTTPStatus.BAD_REQUEST, b"Content-Length must be one number\n")
+            return self._refuse(
+                request, HTTPStatus.BAD_REQUEST, "Content-Length must be one number"
+            )
         most = self._max_body(request)
         if len(length) > len(str(most)) or int(length) > most:
-            body = f"a body has at most {most} bytes here\n".encode()
-            return HttpReply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, body)
+            sentence = f"the body is too large; send at most {most} bytes"
+            return self._refuse(request, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, sentence)
         return request._replace(body=await reader.readexactly(int(length)))
 
 

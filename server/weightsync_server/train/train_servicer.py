@@ -48,8 +48,7 @@ class TrainServicer(train_pb2_grpc.TrainServiceServicer):
     async def Checkpoint(self, request: pb.CheckpointRequest, context: Any) -> Any:
         """Return when the live version is durable."""
         del context
-        version, path = await self._trainer(request.model).checkpoint(request.folder)
-        return pb.CheckpointResponse(version=version, path=path)
+        return await self._trainer(request.model).checkpoint(request.folder)
 
     async def GetTrainStatus(self, request: pb.GetTrainStatusRequest, context: Any) -> Any:
         """Tell what the trainer does."""

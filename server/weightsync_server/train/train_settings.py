@@ -83,10 +83,13 @@ def check_trainer(settings: TrainSettings, fleet: str, follow: str, engines: Seq
         ValueError: With the remedy.
     """
     if not settings.trainer:
-        if settings.checkpoint_dir or settings.trainer_python or settings.trainer_engine:
-            raise ValueError(
-                "checkpoint_dir, trainer_python and trainer_engine are for --trainer; name one"
-            )
+        for name in ("checkpoint_dir", "trainer_python", "trainer_engine"):
+            if getattr(settings, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"{flag} is of use to a trainer alone; add --trainer module:Class, or leave "
+                    f"{flag} out"
+                )
         return
     if fleet:
         raise ValueError(

@@ -56,6 +56,15 @@ class TrainedEngine:
             raise WeightSyncError(Reason.ENGINE_AWAY, f"{self.away}; call again when it does")
         return record
 
+    @property
+    def settled(self) -> int:
+        """The version that it serves, if that stays; 0: none, or it may be taken back yet."""
+        try:
+            record = self.live
+        except WeightSyncError:
+            return 0
+        return record.version if record.commit is not None and not record.in_place else 0
+
     async def wait_serving(self) -> None:
         """Return when it serves."""
         while self.away:  # noqa: ASYNC110 - engines come and go; nobody tells of each

@@ -10,7 +10,7 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["away", "ending", "refusal_of"]
+__all__ = ["away", "ending", "refusal_of", "unstartable"]
 
 
 def refusal_of(answer: Mapping[str, Any]) -> WeightSyncError:
@@ -19,12 +19,26 @@ def refusal_of(answer: Mapping[str, Any]) -> WeightSyncError:
     return WeightSyncError(Reason(answer["reason"]), answer["error"], metadata=metadata)
 
 
-def away(why: str, metadata: Mapping[str, str] | None = None) -> WeightSyncError:
-    """Return the refusal of a job for want of a trainer."""
+def away(why: str) -> WeightSyncError:
+    """Return the refusal of a job for want of a trainer, of which there will be one soon."""
     return WeightSyncError(
         Reason.TRAINER_AWAY,
         f"no trainer can do this now ({why}); see the server's log, then send it again",
-        metadata=metadata,
+    )
+
+
+def unstartable(error: WeightSyncError, again_s: float) -> WeightSyncError:
+    """Return the refusal of a job where no trainer will be there unless somebody does something.
+
+    Args:
+        error: Why a start has failed, with the remedy.
+        again_s: Longest time until the next one, seconds.
+    """
+    return WeightSyncError(
+        Reason.TRAINER_AWAY,
+        f"no trainer can be started, which is tried again after at most {again_s:g} s: "
+        f"{error.message}",
+        metadata=error.metadata,
     )
 
 

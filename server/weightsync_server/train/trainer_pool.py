@@ -16,7 +16,7 @@ from weightsync_server.train.job_queue import JobQueue
 from weightsync_server.train.optimizer_state import LOAD, OptimizerState
 from weightsync_server.train.train_environment import trainer_environment
 from weightsync_server.train.train_metrics import JOB_OUTCOMES
-from weightsync_server.train.trainer_errors import away, ending, refusal_of
+from weightsync_server.train.trainer_errors import away, ending, refusal_of, unstartable
 from weightsync_server.workers.runtime.child_process import Gone, Program
 from weightsync_server.workers.runtime.process_pool import ProcessPool
 
@@ -46,6 +46,10 @@ _MOST_ATTEMPTS = 3
 _FOLDER_S = 3600.0
 #: Output of the user's class, beside the log.
 _STDERR = 2
+_SLOW_REMEDY = (
+    "have setup of the class do less, or start the server with more than that as "
+    "--trainer-start-timeout-s"
+)
 
 
 class TrainerPool(ProcessPool):
@@ -63,7 +67,6 @@ class TrainerPool(ProcessPool):
         running: The job that it does; None: none.
         state: Of its optimizer.
         restarts: Times that it was started again.
-        reason: Why it is not ready, or why its last process ended; "": nothing is wrong.
         hopeless: Why none can be started; None: it is not tried yet, or one was.
         counts: Jobs that have ended, by outcome.
     """
@@ -83,6 +86,8 @@ class TrainerPool(ProcessPool):
             python,
             trainer_environment(os.environ),
             _STDERR,
+            "see the server's log",
+            _SLOW_REMEDY,
         )
         super().__init__(
             program,
@@ -101,10 +106,12 @@ class TrainerPool(ProcessPool):
         self.running: TrainJob | None = None
         self.state = OptimizerState()
         self.restarts = 0
-        self.reason = ""
         self.hopeless: WeightSyncError | None = None
         self.counts = dict.fromkeys(JOB_OUTCOMES, 0)
-        #: A start has failed, and the next one is waited for.
+        #: Why its last process has ended, until a job has ended well.
+        self._ended = ""
+        #: Why the last start has failed, and whether the next one is waited for.
+        self._failed: WeightSyncError | None = None
         self._waits = False
         #: Why the process says that it ends.
         self._leaving = ""
@@ -118,14 +125,21 @@ class TrainerPool(ProcessPool):
             return pb.TRAINER_STATE_AWAY if self._waits else pb.TRAINER_STATE_STARTING
         return pb.TRAINER_STATE_TRAINING if self.running else pb.TRAINER_STATE_READY
 
+    @property
+    def reason(self) -> str:
+        """Why it is not ready; if it is, why it was last started again; "": nothing is wrong."""
+        return self._failed.message if self._failed else self._ended
+
     async def finish(self, grace_s: float) -> None:
         """Wait until no job runs, or for so many seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
 
-    async def write_folder(self, version: int, target: Path) -> None:
+    async def write_folder(self, version: int, target: Path) -> str:
         """Have the trainer write a version as a folder, which appears whole and durable.
+
+        Return what a vLLM would miss in it, one sentence; "": nothing.
 
         Args:
             version: Its number.
@@ -136,7 +150,9 @@ class TrainerPool(ProcessPool):
         """
         process = next(iter(self._members), None)
         if process is None:
-            raise away(self.reason or "it is being started")
+            if self._failed is not None:
+                raise unstartable(self._failed, _MOST_BACKOFF_S)
+            raise away(self._ended or "it is being started")
         request = {"op": "checkpoint", "version": version, "target": str(target)}
         try:
             answer, _ = await process.call(request, (), _FOLDER_S)
@@ -144,6 +160,7 @@ class TrainerPool(ProcessPool):
             raise away("its process ended while it wrote the folder") from None
         if "error" in answer:
             raise refusal_of(answer)
+        return str(answer["missing"])
 
     def end_job(self, job: TrainJob, error: WeightSyncError | None) -> None:
         """Take note of the end of a job."""
@@ -158,7 +175,7 @@ class TrainerPool(ProcessPool):
         await self._engine.wait_serving()
         self._waits = False
         process = await super()._begin(place)
-        self.hopeless = None
+        self.hopeless = self._failed = None
         logger.info("trainer %d has the memory of the engine", process.pid)
         return process
 
@@ -178,10 +195,10 @@ class TrainerPool(ProcessPool):
         return [self._work(process)]
 
     def _not_started(self, error: WeightSyncError) -> None:
-        self.reason, self._waits = error.message, True
+        self._failed, self._waits = error, True
 
     def _hopeless(self, error: WeightSyncError) -> None:
-        self.hopeless = away(error.message, error.metadata)
+        self.hopeless = unstartable(error, _MOST_BACKOFF_S)
         for job in self.queue.clear():
             self.end_job(job, self.hopeless)
 
@@ -191,9 +208,9 @@ class TrainerPool(ProcessPool):
 
     async def _left(self, process: ChildProcess) -> None:
         why = self._leaving or process.ended_for or ending(process.exit_status)
-        self.reason = f"trainer {process.pid} {why}"
+        self._ended = f"trainer {process.pid} {why}"
         self._leaving = ""
-        logger.warning("%s", self.reason)
+        logger.warning("%s", self._ended)
         self.state = OptimizerState()
         job = self.running
         await self._folders.settle()
@@ -201,7 +218,11 @@ class TrainerPool(ProcessPool):
             return
         self._put_down()
         if job.begun or job.cancelled.is_set() or job.attempts >= _MOST_ATTEMPTS:
-            self.end_job(job, away(self.reason))
+            # What it has committed in the end was perhaps never told.
+            live = self._engine.settled
+            self.end_job(
+                job, away(f"{self._ended}; version {live} is live" if live else self._ended)
+            )
         else:
             self.queue.put_back(job)
 
@@ -277,7 +298,7 @@ class TrainerPool(ProcessPool):
         if "error" in answer:
             self.end_job(job, refusal_of(answer))
             return
-        self.reason = ""
+        self._ended = ""
         self.state.end(answer["version"], job.version)
         finished = pb.TrainFinished(version=answer["version"], steps=job.steps)
         finished.duration.FromNanoseconds(int(answer["seconds"] * 1e9))

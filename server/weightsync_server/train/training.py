@@ -118,8 +118,8 @@ class Training:
             )
         return job
 
-    async def checkpoint(self, folder: str) -> tuple[int, str]:
-        """Return when the live version is durable: which it is, and the path of its folder.
+    async def checkpoint(self, folder: str) -> pb.CheckpointResponse:
+        """Return when the live version is durable: which it is, and what its folder is like.
 
         Args:
             folder: Name of that; "": none is wanted.
@@ -143,9 +143,9 @@ class Training:
                     f"version {version} was taken back before it was durable; call again",
                 )
             if target is None:
-                return version, ""
-            await self._pool.write_folder(version, target)
-        return version, str(target)
+                return pb.CheckpointResponse(version=version)
+            missing = await self._pool.write_folder(version, target)
+        return pb.CheckpointResponse(version=version, path=str(target), missing=missing)
 
     def status(self) -> pb.GetTrainStatusResponse:
         """Tell what the trainer does."""

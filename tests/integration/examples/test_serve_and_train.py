@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo.model import make_model
-from tests.support.folder_tuner import FOLDER
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, ClientError, Reason, TrainerState
 
@@ -73,14 +72,13 @@ class _Site:
             folder / "state",
             flags=[
                 *("--engine=memory", f"--model={self.checkpoint}", "--slots=3"),
-                "--trainer=tests.support.folder_tuner:FolderTuner",
+                "--trainer=examples.serve_and_train:Tuner",
             ],
             # With one thread the order of every sum is the same.
             variables={
                 "PYTHONPATH": str(_ROOT),
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
-                FOLDER: str(self.checkpoint),
             },
         )
         self.server.start()

@@ -139,17 +139,18 @@ async def test_checkpoint_status_and_cancel(
     client: Client, trainer: TrainAnswers, server: Running
 ) -> None:
     assert client.checkpoint() == CheckpointResult(7)
-    assert client.checkpoint("step-9") == CheckpointResult(7, "/srv/step-9")
+    trainer.missing = "the folder has no config.json"
+    assert client.checkpoint("step-9") == CheckpointResult(7, "/srv/step-9", trainer.missing)
     status = client.train_status()
     assert status == TrainStatus(
-        TrainerState.TRAINING, "it was killed by signal 9", 77, 1, "j1", 3, ("j2", "j3"), 4, 5, 6, 9
+        TrainerState.TRAINING, "trainer 76 was ended", 77, 1, "j1", 3, ("j2", "j3"), 4, 5, 6, 9
     )
     client.cancel_train("j2")
     assert (trainer.requests[-1].model, trainer.requests[-1].job_id) == ("policy", "j2")
     trainer.status.state = 77  # type: ignore[assignment]  # of a newer server
     assert client.train_status().state is TrainerState.UNSPECIFIED
     async with AsyncClient(server.address) as aio:
-        assert await aio.checkpoint("step-9") == CheckpointResult(7, "/srv/step-9")
+        assert (await aio.checkpoint("step-9")).missing == trainer.missing
         assert (await aio.train_status()).queued_job_ids == ("j2", "j3")
         await aio.cancel_train("j3")
     assert trainer.requests[-1].job_id == "j3"

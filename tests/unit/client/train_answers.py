@@ -26,6 +26,7 @@ class TrainAnswers(train_pb2_grpc.TrainServiceServicer):
         hang: Whether it waits after the events until its caller leaves.
         came: Set when a job has come.
         left: Set when a caller has left.
+        missing: What a checkpoint's folder lacks.
         requests: All that came.
     """
 
@@ -43,11 +44,12 @@ class TrainAnswers(train_pb2_grpc.TrainServiceServicer):
         self.events.append(done)
         self.error: WeightSyncError | None = None
         self.hang = False
+        self.missing = ""
         self.came, self.left = threading.Event(), threading.Event()
         self.requests: list[Any] = []
         self.status = pb.GetTrainStatusResponse(
             state=pb.TRAINER_STATE_TRAINING,
-            reason="it was killed by signal 9",
+            reason="trainer 76 was ended",
             pid=77,
             restarts=1,
             running_job_id="j1",
@@ -80,7 +82,7 @@ class TrainAnswers(train_pb2_grpc.TrainServiceServicer):
     def Checkpoint(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         self.requests.append(request)
         path = f"/srv/{request.folder}" if request.folder else ""
-        return pb.CheckpointResponse(version=7, path=path)
+        return pb.CheckpointResponse(version=7, path=path, missing=self.missing)
 
     def GetTrainStatus(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         self.requests.append(request)

@@ -119,7 +119,7 @@ class _Exchange:
         if body is None:
             return
         if len(body) > _MOST_BYTES:
-            sentence = f"a body has at most {_MOST_BYTES} bytes here"
+            sentence = f"the body is too large; send at most {_MOST_BYTES} bytes"
             await _refuse(self._send, 413, Reason.REQUEST_INVALID, sentence)
             return
         answering = asyncio.ensure_future(self._answer(body))

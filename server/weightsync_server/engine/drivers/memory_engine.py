@@ -35,7 +35,8 @@ def load_memory_engine(model: str, segment_socket: Path, ranks: int) -> MemoryEn
     if not tensors:
         raise _refused(path, "it holds no tensors")
     logger.warning("the engine is one for tests: it takes weights and generates nothing")
-    return MemoryEngine(tensors, segment_socket, ranks, attachable=True)
+    checkpoint = str(path.absolute())
+    return MemoryEngine(tensors, segment_socket, ranks, attachable=True, checkpoint=checkpoint)
 
 
 def _read(file: Path) -> dict[str, _Tensor]:

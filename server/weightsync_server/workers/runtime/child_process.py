@@ -50,6 +50,8 @@ class Program(NamedTuple):
         python: The interpreter; "": that of the server.
         environment: Its variables; None: those of the server.
         output: Where its standard output goes, as subprocess takes it.
+        remedy: What helps where it cannot be started.
+        slow_remedy: What helps where it is not ready in time; "": the same.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Program(NamedTuple):
     python: str = ""
     environment: Mapping[str, str] | None = None
     output: int = subprocess.DEVNULL
+    remedy: str = "see the server's log, then retry"
+    slow_remedy: str = ""
 
 
 def _spawn(program: Program, fd: int, spawned: list[subprocess.Popen[bytes]]) -> None:
@@ -182,9 +186,11 @@ class ChildProcess:
             await self.close(executor)
             if isinstance(error, EOFError):
                 raise _failed(program, "ended before it was ready") from error
+            if isinstance(error, TimeoutError):
+                what = f"was not ready within {ready_timeout_s:g} s"
+                raise _failed(program, what, program.slow_remedy) from error
             if isinstance(error, (OSError, ValueError, KeyError)):
-                what = f"was not ready within {ready_timeout_s:g} s: {error!r}"
-                raise _failed(program, what) from error
+                raise _failed(program, f"did not begin as it should: {error!r}") from error
             raise
         return self
 
@@ -318,9 +324,8 @@ class ChildProcess:
                 future.exception()  # retrieved here: its waiter may have been cancelled
 
 
-def _failed(program: Program, what: str) -> WeightSyncError:
+def _failed(program: Program, what: str, remedy: str = "") -> WeightSyncError:
     article = "an" if program.name[0] in "aeiou" else "a"
     return WeightSyncError(
-        program.failed,
-        f"{article} {program.name} process {what}; see the server's log, then retry",
+        program.failed, f"{article} {program.name} process {what}; {remedy or program.remedy}"
     )

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.client.servicer import Servicer, start
 from tests.unit.client.train_answers import TrainAnswers
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import train_pb2 as pb
 from weightsync_client.cli.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def test_json_prints_a_line_each_and_a_request_may_come_from_stdin(
     ("arguments", "wrong"),
     [
         ((), "a job needs a request: give --request with a JSON object"),
+        (("--request", ""), "the request is empty; give a JSON object, {} where"),
         (("--request", "{"), "--request is no JSON"),
         (("--request", "[1]"), "--request must be a JSON object"),
         (("--request", '{"a": 9007199254740993}'), "which would be rounded"),
@@ -108,20 +110,50 @@ def test_exit_codes(run: Run, trainer: TrainAnswers, reason: Reason, code: ExitC
     )  # fmt: skip
 
 
+def test_when_to_try_again_is_said(run: Run, trainer: TrainAnswers) -> None:
+    trainer.events = []
+    trainer.error = WeightSyncError(
+        Reason.LIMIT_EXCEEDED, "2 jobs run or wait, the most there may be", retry_after_s=4.2
+    )
+    line = "weightsync: 2 jobs run or wait, the most there may be (try again after 5 s)\n"
+    assert run("train", "--request", "{}") == (ExitCode.EXHAUSTED, "", line)
+
+
+def test_a_request_that_is_too_large_says_so(run: Run, trainer: TrainAnswers) -> None:
+    code, _, err = run("train", "--request", json.dumps({"text": "x" * 5_000_000}))
+    assert (code, err.count("\n")) == (ExitCode.EXHAUSTED, 1)
+    assert err.startswith("weightsync: the training does not fit into one message (")
+    assert err.endswith("; send less at once\n")
+    assert not trainer.requests
+
+
+def test_an_empty_name_is_not_taken_as_none(run: Run, trainer: TrainAnswers) -> None:
+    code, _, err = run("checkpoint", "")
+    assert code == ExitCode.USAGE
+    assert "the name of the folder is empty; give one, or leave it out" in err
+    assert not trainer.requests
+
+
 def test_status_cancel_and_checkpoint(run: Run, trainer: TrainAnswers) -> None:
     assert run("train", "status")[1].splitlines() == [
-        "trainer training (it was killed by signal 9), process 77, started again 1 times",
+        "trainer training, process 77, started again 1 times, last because trainer 76 was ended",
         "  optimizer: as of version 9",
         "  job j1 runs, 3 steps done",
         "  job j2 waits",
         "  job j3 waits",
         "  since the server started: 4 ended well, 5 failed, 6 cancelled",
     ]
+    trainer.status.state, trainer.status.pid = pb.TRAINER_STATE_STARTING, 0
+    first = run("train", "status")[1].splitlines()[0]
+    assert first == "trainer starting (trainer 76 was ended), started again 1 times"
     found: dict[str, Any] = json.loads(run("train", "status", "--json")[1])
-    assert (found["state"], found["queued_job_ids"]) == ("training", ["j2", "j3"])
+    assert (found["state"], found["queued_job_ids"]) == ("starting", ["j2", "j3"])
     assert run("train", "cancel", "j2") == (0, "job j2 is cancelled\n", "")
     assert trainer.requests[-1].job_id == "j2"
     assert run("checkpoint") == (0, "version 7 is durable\n", "")
     line = "version 7 is durable; on the server's host it lies in /srv/a\n"
     assert run("checkpoint", "a") == (0, line, "")
-    assert json.loads(run("checkpoint", "a", "--json")[1]) == {"version": 7, "path": "/srv/a"}
+    document = {"version": 7, "path": "/srv/a", "missing": ""}
+    assert json.loads(run("checkpoint", "a", "--json")[1]) == document
+    trainer.missing = "the folder has no config.json"
+    assert run("checkpoint", "a") == (0, line, "the folder has no config.json\n")

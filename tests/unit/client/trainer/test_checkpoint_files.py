@@ -38,14 +38,14 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def _write(checkpoint: str, target: Path, client: Any = None, **config: Any) -> None:
+def _write(checkpoint: str, target: Path, client: Any = None, **config: Any) -> str:
     attached = SimpleNamespace(checkpoint=checkpoint, config=config)
-    write_checkpoint(client or cast("Any", _Client()), cast("Any", attached), 7, target)
+    return write_checkpoint(client or cast("Any", _Client()), cast("Any", attached), 7, target)
 
 
 def test_it_has_the_weights_and_what_came_beside_the_old_ones(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "made/below/here"
-    _write(str(source), target)
+    assert _write(str(source), target) == ""
     assert {path.name for path in target.iterdir()} == {
         "model.safetensors",
         "config.json",
@@ -58,8 +58,17 @@ def test_it_has_the_weights_and_what_came_beside_the_old_ones(source: Path, tmp_
 
 
 def test_without_files_it_has_the_configuration(tmp_path: Path) -> None:
-    _write("no such/model", tmp_path / "x", hidden_size=4)
+    missing = _write("no such/model", tmp_path / "x", hidden_size=4)
     assert json.loads((tmp_path / "x/config.json").read_text()) == {"hidden_size": 4}
+    assert missing.startswith("the folder has no tokenizer, for none was found")
+
+
+def test_what_a_vllm_would_miss_is_named(source: Path, tmp_path: Path) -> None:
+    missing = _write("memory", tmp_path / "x")
+    assert missing.startswith("the folder has no config.json and no tokenizer, for none was found")
+    assert "beside the engine's checkpoint memory; copy" in missing
+    (source / "config.json").unlink()
+    assert "has no config.json, for" in _write(str(source), tmp_path / "y")
 
 
 def test_one_that_is_there_stays_as_it_is(source: Path, tmp_path: Path) -> None:

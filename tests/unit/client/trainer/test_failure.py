@@ -24,6 +24,12 @@ def test_it_has_the_sentence_and_the_traceback() -> None:
     assert _raised(SystemExit(3)).answer["error"].endswith("raised SystemExit: 3")
 
 
+def test_what_helps_comes_last() -> None:
+    with pytest.raises(UserClassError) as caught, users_code("setup", "; correct the class"):
+        raise LookupError("no optimizer")
+    assert caught.value.answer["error"].endswith("LookupError: no optimizer; correct the class")
+
+
 def test_what_the_service_refused_is_its_cause() -> None:
     answer = _raised(WeightSyncError(Reason.VERSION_CONFLICT, "version 4 is live")).answer
     assert answer["reason"] == "TRAINER_FAILED"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -148,8 +150,8 @@ def test_a_job_that_is_cancelled_ends_at_a_yield(run: _Run) -> None:
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
-        ("text", "it must be Progress"),
-        (None, "it must be Progress"),
+        ("text", "train yields str; it must yield weightsync_client.trainer.Progress after each"),
+        (None, "train yields NoneType; it must yield weightsync_client.trainer.Progress"),
         (Progress(-1), "step of a Progress is -1"),
         (Progress(0, tokens=-5), "tokens of a Progress is -5"),
         (Progress(0, loss="high"), "ValueError"),  # type: ignore[arg-type]  # as users do
@@ -159,6 +161,56 @@ def test_a_step_that_is_none_is_told(run: _Run, step: Any, sentence: str) -> Non
     answer = run.train(steps=1, **{"yield": step})
     assert answer["reason"] == "TRAINER_FAILED"
     assert sentence in answer["error"]
+
+
+async def _asynchronous(self: Any, request: Any, cancelled: Any) -> Any:
+    yield Progress(0)
+
+
+@pytest.mark.parametrize(
+    ("train", "what"),
+    [(lambda *_: None, "NoneType"), (lambda *_: 3, "int"), (_asynchronous, "async_generator")],
+    ids=["nothing", "a number", "asynchronous"],
+)
+def test_a_class_that_yields_nothing_is_told_what_to_yield(
+    run: _Run, monkeypatch: pytest.MonkeyPatch, train: Any, what: str
+) -> None:
+    monkeypatch.setattr(_Class, "train", train)
+    sentence = f"train returned {what}; it must yield weightsync_client.trainer.Progress after"
+    assert sentence in run.train()["error"]
+
+
+def _forked() -> int:
+    with warnings.catch_warnings():
+        # There may be threads; the child needs nothing that they might hold locked.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+@pytest.mark.parametrize("place", ["before a step", "at the end"])
+def test_a_process_that_train_forks_is_no_second_trainer(
+    run: _Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    here = os.getpid()
+    children = []
+
+    def train(self: _Class, request: Any, cancelled: Any) -> Iterator[Progress]:
+        if place == "at the end":
+            yield Progress(0)
+        self.attached.version += 1
+        children.append(_forked())
+        if place == "before a step":
+            yield Progress(0)
+
+    monkeypatch.setattr(_Class, "train", train)
+    monkeypatch.setattr(_Class, "save_state", lambda _, folder: (folder / str(os.getpid())).touch())
+    answer = run.train()
+    if os.getpid() != here:
+        os._exit(42)
+    _, status = os.waitpid(children[0], 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert answer["committed"] == 5
+    assert [path.name for path in (tmp_path / "new-5").iterdir()] == [str(here)]
 
 
 def test_a_class_may_keep_nothing(tmp_path: Path) -> None:

@@ -119,6 +119,24 @@ async def test_a_body_that_cannot_be_taken(site: _Site, headers: bytes, status: 
     assert not site.requests
 
 
+async def test_a_body_that_cannot_be_taken_is_refused_as_the_owner_says() -> None:
+    def refuse(head: HttpRequest, status: int, sentence: str) -> HttpReply:
+        return HttpReply(status, f"<{head.path}: {sentence}>".encode(), "application/x-ours")
+
+    async def answer(_: HttpRequest) -> HttpReply:
+        return HttpReply(200)
+
+    endpoint = HttpEndpoint(answer, "127.0.0.1", 0, name="test", refuse=refuse)
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    writer.write(b"POST /a HTTP/1.1\r\nContent-Length: 1\r\n\r\n")
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert b"\r\nContent-Type: application/x-ours\r\n" in head
+    assert body == b"</a: the body is too large; send at most 0 bytes>"
+    writer.close()
+    await endpoint.drain(5)
+
+
 async def test_the_largest_body(site: _Site) -> None:
     head = f"POST / HTTP/1.1\r\nContent-Length: {_MOST}\r\n\r\n".encode()
     assert (await site.ask(head + b"a" * _MOST)).endswith(b"a!")

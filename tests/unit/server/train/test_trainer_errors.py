@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.errors import Reason
-from weightsync_server.train.trainer_errors import away, ending, refusal_of
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.train.trainer_errors import away, ending, refusal_of, unstartable
 
 
 @pytest.mark.parametrize(
@@ -26,5 +26,18 @@ def test_what_it_says_of_itself() -> None:
     answer = {"reason": "TRAINER_FAILED", "error": "no", "metadata": {"traceback": "..."}}
     error = refusal_of(answer)
     assert (error.reason, error.message) == (Reason.TRAINER_FAILED, "no")
-    refused = away("it cannot be imported", error.metadata)
+
+
+def test_one_that_comes_back_is_waited_for() -> None:
+    refused = away("trainer 7 was ended by SIGKILL")
+    assert refused.reason is Reason.TRAINER_AWAY
+    assert refused.message.endswith("then send it again")
+
+
+def test_one_that_cannot_be_started_has_its_own_remedy_alone() -> None:
+    error = WeightSyncError(Reason.TRAINER_FAILED, "no; correct it", metadata={"traceback": "..."})
+    refused = unstartable(error, 60.0)
     assert (refused.reason, refused.metadata) == (Reason.TRAINER_AWAY, {"traceback": "..."})
+    assert refused.message == (
+        "no trainer can be started, which is tried again after at most 60 s: no; correct it"
+    )
