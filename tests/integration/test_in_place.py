@@ -26,9 +26,10 @@ from weightsync_client import Client, ClientError, InvalidError
 from weightsync_client.attach.transaction_call import TransactionCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from weightsync_client.attach import Attached
+    from weightsync_client.attach.written_boxes import WrittenBox
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -414,14 +415,13 @@ def test_what_changes_while_it_is_copied_is_never_served(
     site: _Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with site.attached() as attached:
-        wanted, write = _tensors(5), attached.write_box
+        wanted, check = _tensors(5), attached.check_written
 
-        def and_change(name: str, *box: Any) -> None:
-            write(name, *box)
-            if name == "b":
-                wanted["b"][1] = 0.5
+        def after_a_change(places: Iterable[WrittenBox]) -> None:
+            wanted["b"][1] = 0.5
+            check(places)
 
-        monkeypatch.setattr(attached, "write_box", and_change)
+        monkeypatch.setattr(attached, "check_written", after_a_change)
         with pytest.raises(ClientError, match=r"^b \(of 1\) changed while") as caught:
             attached.update(wanted)
         assert caught.value.reason is Reason.DATA_CORRUPT

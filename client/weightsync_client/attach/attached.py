@@ -18,7 +18,7 @@ from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of, without_ties
 from weightsync_client.attach.transaction_call import Writing
-from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, unlike
+from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, copy_boxes, unlike
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
 from weightsync_client.source.sharded_tensors import is_sharded
@@ -145,17 +145,19 @@ class Attached(Mapping[str, torch.Tensor]):
             offsets: Where the box begins in it, elements.
             tensor: The box.
         """
-        with torch.no_grad():
-            for _, live, source in self._places(name, offsets, tensor):
-                live.copy_(_near(source, live))
+        copy_boxes(self._places(name, offsets, tensor))
 
-    def check_written(self, boxes: Iterable[TrainerBox]) -> None:
-        """Accept boxes that lie, bit for bit, in every place where they were written.
+    def places(self, boxes: Iterable[TrainerBox]) -> list[WrittenBox]:
+        """Return every place where a part of a box lies, on every rank, with that part."""
+        return [place for box in boxes for place in self._places(*box)]
+
+    def check_written(self, places: Iterable[WrittenBox]) -> None:
+        """Accept places that hold, bit for bit, what was written into them.
 
         Raises:
-            ClientError: DATA_CORRUPT, naming tensors that do not.
+            ClientError: DATA_CORRUPT, naming tensors of which one does not.
         """
-        wrong = unlike(place for box in boxes for place in self._places(*box))
+        wrong = unlike(places)
         if wrong:
             raise refuse(
                 Reason.DATA_CORRUPT,
@@ -167,7 +169,6 @@ class Attached(Mapping[str, torch.Tensor]):
     def _places(
         self, name: str, offsets: Sequence[int], tensor: torch.Tensor
     ) -> Iterator[WrittenBox]:
-        """Yield every place where a part of a box lies, with that part."""
         for part in self.boxes[name]:
             here = overlap(part.offsets, part.view.shape, offsets, tensor.shape)
             there = overlap(offsets, tensor.shape, part.offsets, part.view.shape)
@@ -240,11 +241,13 @@ class Attached(Mapping[str, torch.Tensor]):
             update_together(self, transaction, tensors, self._writing.push)
             return transaction
         self.check_complete({name: kind_of(name, tensor) for name, tensor in tensors.items()})
-        boxes = [TrainerBox(name, (0,) * each.ndim, each) for name, each in tensors.items()]
+        # Found before the engine stands still for them.
+        places = self.places(
+            TrainerBox(name, (0,) * each.ndim, each) for name, each in tensors.items()
+        )
         with transaction:
-            for box in boxes:
-                self.write_box(*box)
-            self.check_written(boxes)
+            copy_boxes(places)
+            self.check_written(places)
         return transaction
 
     def _begun(
@@ -380,15 +383,6 @@ def attach(engine: str, socket: str, secret: str, writing: Writing) -> Attached:
 def _part(whole: torch.Tensor, part: AttachedBox) -> torch.Tensor:
     spans = zip(part.offsets, part.view.shape, strict=True)
     return whole[tuple(slice(begin, begin + length) for begin, length in spans)]
-
-
-def _near(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor where a kernel that writes a view reaches both.
-
-    What was opened of another process is mapped for its own GPU alone, and PyTorch would have the
-    GPU that a tensor comes from write what it casts, or what has gaps.
-    """
-    return tensor.to(view.device) if tensor.is_cuda and view.is_cuda else tensor
 
 
 def overlap(

@@ -10,12 +10,11 @@ from torch import distributed
 
 from weightsync.errors import Reason
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of
-from weightsync_client.attach.written_boxes import TrainerBox
+from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, copy_boxes
 from weightsync_client.errors import ClientError, refuse
 from weightsync_client.source.sharded_tensors import ShardedTensor, is_sharded, local_parts
 
 if TYPE_CHECKING:
-    import torch
 
     from weightsync_client.attach.in_place import InPlaceTransaction
 
@@ -30,11 +29,11 @@ class Target(Protocol):
     def check_complete(self, kinds: Mapping[str, TensorKind]) -> None:
         """Accept the dtypes and shapes of all tensors, by name."""
 
-    def write_box(self, name: str, offsets: Sequence[int], tensor: torch.Tensor) -> None:
-        """Put a box of a tensor into every place where a part of it lies, on every rank."""
+    def places(self, boxes: Iterable[TrainerBox]) -> list[WrittenBox]:
+        """Return every place where a part of a box lies, on every rank, with that part."""
 
-    def check_written(self, boxes: Iterable[TrainerBox]) -> None:
-        """Accept boxes that lie, bit for bit, in every place where they were written."""
+    def check_written(self, places: Iterable[WrittenBox]) -> None:
+        """Accept places that hold, bit for bit, what was written into them."""
 
     def settle(self) -> None:
         """Wait until whatever is queued on GPUs is done."""
@@ -62,15 +61,16 @@ def update_together(
         parts = {name: _part(name, value, processes.number) for name, value in tensors.items()}
         kinds = {name: TensorKind(part.dtype, part.shape) for name, part in parts.items()}
         target.check_complete(kinds)
-    own = [TrainerBox(name, *box) for name, part in parts.items() for box in _written(part)]
+        places = target.places(
+            TrainerBox(name, *box) for name, part in parts.items() for box in _written(part)
+        )
     key = processes.led(transaction.begin)
     try:
         # Nobody renews the lease: one that hangs would keep the engine standing.
         with processes.together():
             try:
-                for box in own:
-                    target.write_box(*box)
-                target.check_written(own)
+                copy_boxes(places)
+                target.check_written(places)
             finally:
                 # Also what is about to be taken back must not be written later.
                 target.settle()

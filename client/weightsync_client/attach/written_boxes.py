@@ -1,4 +1,4 @@
-"""Whether live parameters hold what was written into them, before an engine generates on it."""
+"""What is written into live parameters, and whether they hold it before an engine generates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["TrainerBox", "WrittenBox", "unlike"]
+__all__ = ["TrainerBox", "WrittenBox", "copy_boxes", "unlike"]
 
 #: Of what is compared at a time: casts, and copies from another GPU, need that much memory.
 _PIECE_BYTES = 128 << 20
@@ -41,6 +41,22 @@ class WrittenBox(NamedTuple):
     name: str
     live: torch.Tensor
     source: torch.Tensor
+
+
+def copy_boxes(boxes: Iterable[WrittenBox]) -> None:
+    """Have live parameters hold what is written into them, cast to what they are."""
+    with torch.no_grad():
+        for _, live, source in boxes:
+            live.copy_(_near(source, live))
+
+
+def _near(source: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Return a tensor where a kernel that writes live memory reaches both.
+
+    What was opened of another process is mapped for its own GPU alone, and PyTorch would have the
+    GPU that a tensor comes from write what it casts, or what has gaps.
+    """
+    return source.to(live.device) if source.is_cuda and live.is_cuda else source
 
 
 def unlike(boxes: Iterable[WrittenBox]) -> list[str]:
