@@ -278,7 +278,7 @@ def _sentence(code: grpc.StatusCode, details: str, *, action: str, address: str)
         )
     if code is _CODE.CANCELLED:
         return f"{action} on {address} was cancelled; call again"
-    if code is _CODE.RESOURCE_EXHAUSTED and "message larger than max" in details:
+    if code is _CODE.RESOURCE_EXHAUSTED and "Sent message larger than max" in details:
         return f"{action} does not fit into one message ({details}); send less at once"
     return details or f"{action} on {address} failed with {code.name}"
 

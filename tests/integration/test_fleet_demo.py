@@ -120,14 +120,16 @@ def test_every_follower_ends_on_what_was_decided(demo: Demo, folder: Path) -> No
     assert (orders, hosts) == (("rolling", "barrier", "rolling"), ("3", "2", "3")), demo.output
     assert f"host3 serves version {versions[1]} after" in demo.output
     assert f"are proved to hold version {versions[-1]}, decided last." in demo.output
-    rows = [line.split() for line in demo.output.splitlines()]
-    # Seconds, what the origin has, three hosts, what is decided.
-    *_, last = [row[2:] for row in rows if row[1:2] == ["has"]]
+    lines = [line.split() for line in demo.output.splitlines()]
+    # What the origin has, three hosts, what is decided.
+    rows = [line[2:] for line in lines if line[1:2] == ["has"]]
     newest = versions[-1]
-    assert last == [newest, *[newest, "serving"] * 3, newest], demo.output
+    assert [newest, *[newest, "serving"] * 3, newest] in rows, demo.output
+    # Proving it in the end, a host may be seen at that.
+    assert {word for word in rows[-1] if word.isdecimal()} == {newest}, demo.output
     # While it was away, the others went on.
     meanwhile = [versions[1], *[versions[1], "serving"] * 2, "away", versions[1]]
-    assert meanwhile in [row[2:] for row in rows], demo.output
+    assert meanwhile in rows, demo.output
 
 
 def test_a_follower_that_ends_by_itself_fails_the_demo(demo: Demo) -> None:

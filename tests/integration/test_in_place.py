@@ -424,7 +424,7 @@ def test_what_changes_while_it_is_copied_is_never_served(
         monkeypatch.setattr(attached, "check_written", after_a_change)
         with pytest.raises(ClientError, match=r"^b \(of 1\) changed while") as caught:
             attached.update(wanted)
-        assert caught.value.reason is Reason.DATA_CORRUPT
+        assert caught.value.reason is Reason.DIGEST_MISMATCH
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
         assert "version 2 is live" not in site.server.log
     assert site.recover() == 1
@@ -490,13 +490,20 @@ whole = {"w": torch.arange(32.0).reshape(8, 4) + 5, "b": torch.zeros(3) + 5}
 tensors = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole.items()}
 if sys.argv[2] == "replica":
     tensors["b"] = distribute_tensor(whole["b"], mesh, [Replicate()])
+def change(places):
+    places[0].source.add_(1)
+    type(attached).check_written(attached, places)
 if sys.argv[2] == "missing" and distributed.get_rank() == 1:
     del tensors["b"]
 with Client(sys.argv[1]).attach() as attached:
     if sys.argv[2] == "fails" and distributed.get_rank() == 1:
         attached.settle = lambda: 1 / 0
+    if sys.argv[2] == "changes" and distributed.get_rank() == 1:
+        attached.check_written = change
     try:
-        done = attached.update(tensors)
+        for again in range(2 if sys.argv[2] == "background" else 1):
+            done = attached.update(tensors, background=sys.argv[2] == "background")
+        done.result()
     except (ClientError, ZeroDivisionError) as error:
         print(type(error).__name__, error)
     else:
@@ -524,16 +531,18 @@ def _joint(site: _Site, how: str) -> list[str]:
     return [process.communicate(timeout=90)[0].strip() for process in processes]
 
 
-@pytest.mark.parametrize("how", ["shards", "replica"])
-def test_processes_that_have_parts_have_them_served_together(site: _Site, how: str) -> None:
-    assert _joint(site, how) == ["version 2 2"] * 2
+@pytest.mark.parametrize(("how", "version"), [("shards", 2), ("replica", 2), ("background", 3)])
+def test_processes_that_have_parts_have_them_served_together(
+    site: _Site, how: str, version: int
+) -> None:
+    assert _joint(site, how) == [f"version {version} {version}"] * 2
     with site.client() as client, site.attached() as attached:
         for name, first in _tensors(1).items():
             assert torch.equal(attached.read(name), first + 4)
-        content = {tensor.name: tensor.torch() for tensor in client.tensors(2)}
+        content = {tensor.name: tensor.torch() for tensor in client.tensors(version)}
         for name, first in _tensors(1).items():
             assert torch.equal(content[name], first + 4)
-    assert site.recover() == 2
+    assert site.recover() == version
 
 
 @pytest.mark.parametrize(
@@ -541,6 +550,7 @@ def test_processes_that_have_parts_have_them_served_together(site: _Site, how: s
     [
         ("missing", "tensors are missing, unknown to the engine, or of another dtype or shape"),
         ("fails", "ZeroDivisionError: division by zero"),
+        ("changes", "w (of 1) changed while they were copied into the engine"),
     ],
 )
 def test_what_fails_in_one_process_fails_in_all(site: _Site, how: str, why: str) -> None:

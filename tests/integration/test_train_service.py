@@ -153,9 +153,13 @@ def test_a_job_changes_what_is_live(site: _Site) -> None:
     _, started, step, finished = site.train(quiet=0, fork="after")
     assert (started.version, step.version, step.loss, finished.version) == (3, 0, 3.0, 3)
     _until(lambda: "has come back from the trainer's class" in site.server.log)
+    *_, finished = site.train(fork="inside")
+    assert finished.version == 4
+    site.holds(4, 30)
+    _until(lambda: site.server.log.count("has come back from the trainer's class") == 2)
     status = site.client.train_status()
-    assert (status.state, status.finished, status.failed) == (TrainerState.READY, 2, 0)
-    assert (status.state_version, status.reason, status.restarts) == (3, "", 0)
+    assert (status.state, status.finished, status.failed) == (TrainerState.READY, 3, 0)
+    assert (status.state_version, status.reason, status.restarts) == (4, "", 0)
     socket = site.folder / "run/trainer.sock"
     assert socket.stat().st_mode & 0o777 == 0o600
     environment = Path(f"/proc/{status.pid}/environ").read_bytes()

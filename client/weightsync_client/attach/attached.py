@@ -17,8 +17,9 @@ from weightsync_client.attach.joint_update import update_together
 from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of, without_ties
+from weightsync_client.attach.trainer_group import TrainerGroup
 from weightsync_client.attach.transaction_call import Writing
-from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, copy_boxes, unlike
+from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, copy_boxes, find_unequal
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
 from weightsync_client.source.sharded_tensors import is_sharded
@@ -68,6 +69,7 @@ class Attached(Mapping[str, torch.Tensor]):
         self._client = client
         self._transaction: InPlaceTransaction | None = None
         self._closed = False
+        self._background_group: TrainerGroup | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, str] = {}
         boxes: dict[str, list[AttachedBox]] = defaultdict(list)
@@ -155,12 +157,12 @@ class Attached(Mapping[str, torch.Tensor]):
         """Accept places that hold, bit for bit, what was written into them.
 
         Raises:
-            ClientError: DATA_CORRUPT, naming tensors of which one does not.
+            ClientError: DIGEST_MISMATCH, naming tensors of which one does not.
         """
-        wrong = unlike(places)
+        wrong = find_unequal(places)
         if wrong:
             raise refuse(
-                Reason.DATA_CORRUPT,
+                Reason.DIGEST_MISMATCH,
                 f"{', '.join(wrong[:10])} (of {len(wrong)}) changed while they were copied into "
                 "the engine, or arrived damaged, and nothing of that is served; leave tensors as "
                 "they are until the update returns, or push them and apply that",
@@ -220,25 +222,21 @@ class Attached(Mapping[str, torch.Tensor]):
             tensors: All of `boxes`, in the dtypes and shapes of the checkpoint; on any device. One
                 that is tied to another of them, and that the checkpoint has not, is left out.
             lease_s: As of `transaction`.
-            background: As of `transaction`; not of several processes.
+            background: As of `transaction`; the same in all processes.
             **pause: As of `transaction`.
 
         Raises:
             ClientError: Naming what is missing, or has another shape: nothing was paused. Naming
-                what changed while it was copied: DATA_CORRUPT, the engine goes on as before. Or as
-                a transaction.
+                what changed while it was copied: DIGEST_MISMATCH, nothing of it was served. Or as a
+                transaction.
             TypeError: There is no such option.
         """
         check_options("update", pause, PauseChoices)
         tensors = without_ties(tensors, self.boxes.keys())
         transaction = self._begun(lease_s, pause, background=background, source=tensors)
         if any(map(is_sharded, tensors.values())):
-            if background:
-                raise refuse(
-                    Reason.REQUEST_INVALID,
-                    "several processes push together, in the foreground; leave background out",
-                )
-            update_together(self, transaction, tensors, self._writing.push)
+            pushers = self._background_processes() if background else None
+            update_together(self, transaction, tensors, self._writing.push, pushers)
             return transaction
         self.check_complete({name: kind_of(name, tensor) for name, tensor in tensors.items()})
         # Found before the engine stands still for them.
@@ -249,6 +247,11 @@ class Attached(Mapping[str, torch.Tensor]):
             copy_boxes(places)
             self.check_written(places)
         return transaction
+
+    def _background_processes(self) -> TrainerGroup:
+        if self._background_group is None:
+            self._background_group = TrainerGroup().new_group()
+        return self._background_group
 
     def _begun(
         self,
@@ -340,6 +343,8 @@ class Attached(Mapping[str, torch.Tensor]):
             self.settle()
         finally:
             self._closed = True
+            if self._background_group is not None:
+                self._background_group.close()
             self._stack.close()
 
     def __enter__(self) -> Self:

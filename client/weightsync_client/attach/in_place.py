@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -104,12 +104,20 @@ class InPlaceTransaction:
 
     def begin(self) -> str:
         """Have the engine stand still; return the id."""
+        self.wait_for_before()
+        self._attached.check_open()
+        return self.call.begin(self._attached.version)
+
+    def wait_for_before(self) -> None:
+        """Return when the transaction before this one has ended.
+
+        Raises:
+            ClientError: Its block has not; or it did not count.
+        """
         before, self._before = self._before, None
         if before is not None:
             before.check_over()
             before.result()
-        self._attached.check_open()
-        return self.call.begin(self._attached.version)
 
     def check_over(self) -> None:
         """Refuse to wait for a block that has not ended.
@@ -152,12 +160,20 @@ class InPlaceTransaction:
             self.call.abort()
             return
         version = self.call.commit()
-        if self._background:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="in place")
-            self._following = pool.submit(self._follow, version)
-            pool.shutdown(wait=False)
-        else:
-            self._follow(version)
+        self.follow(lambda: self._push_live(version))
+
+    def follow(self, work: Callable[[], None]) -> None:
+        """Do what comes after the engine generates again, in another thread if that was asked for.
+
+        Args:
+            work: Pushes what is live, and waits until every rank is proved to hold that.
+        """
+        if not self._background:
+            work()
+            return
+        pool = ThreadPoolExecutor(1, thread_name_prefix="in place")
+        self._following = pool.submit(work)
+        pool.shutdown(wait=False)
 
     def result(self) -> types.ApplyReport | None:
         """Wait until what was written is pushed and proved; None: nothing was.
@@ -165,13 +181,14 @@ class InPlaceTransaction:
         Raises:
             ClientError: As the end of the block; the first call alone.
         """
+        # One that was refused before it has begun leaves that to whoever comes next.
+        self.wait_for_before()
         following, self._following = self._following, None
         if following is not None:
             following.result()
         return self.report
 
-    def _follow(self, version: int) -> None:
-        """Push what is live, and wait until every rank is proved to hold that."""
+    def _push_live(self, version: int) -> None:
         with self.call.renewed():
             # A copy of the model, for deltas of later ones, would take a trainer's memory.
             options = {"version": version, "idempotency_key": self.id, "delta": "never"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ class TransactionCall:
         self._writing, self._begin = writing, begin
         self._steps: queue.SimpleQueue[pb.WriteInPlaceRequest | None] = queue.SimpleQueue()
         self._call: Any = None
+        self._pid = 0
         self.id = ""
         self.writes = False
         self.paused_s = 0.0
@@ -78,6 +80,7 @@ class TransactionCall:
         """
         if self._call is not None:
             raise refuse(Reason.REQUEST_INVALID, "this transaction was used; make a new one")
+        self._pid = os.getpid()
         self._begin.base_version = base_version
         self._steps.put(pb.WriteInPlaceRequest(begin=self._begin))
         self._call = self._writing.open(iter(self._steps.get, None))
@@ -123,8 +126,14 @@ class TransactionCall:
         """Have the engine generate on what was written; return its version.
 
         Raises:
-            ClientError: APPLY_RESTORED, ENGINE_FENCED.
+            ClientError: APPLY_RESTORED, ENGINE_FENCED; REQUEST_INVALID in a child that was forked.
         """
+        if self._forked:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                "this process was forked from the one whose transaction it is, which goes on with "
+                "it alone; end such a process before the block does",
+            )
         self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace()))
         live = self._answer().live
         self.writes = False
@@ -143,12 +152,22 @@ class TransactionCall:
         return report
 
     def abort(self) -> None:
-        """Take all back, and return when the version before is served."""
+        """Take all back, and return when the version before is served.
+
+        In a child that was forked: nothing.
+        """
+        if self._forked:
+            return
         self._steps.put(pb.WriteInPlaceRequest(abort=pb.AbortInPlace()))
         # That it was put back is what was asked for.
         with contextlib.suppress(ClientError):
             self._answer()
         self._end()
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is another process than began, where nothing of gRPC may be touched."""
+        return self._pid != os.getpid()
 
     def _answer(self) -> pb.WriteInPlaceResponse:
         try:

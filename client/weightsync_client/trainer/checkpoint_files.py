@@ -20,8 +20,8 @@ __all__ = ["write_checkpoint"]
 #: What holds weights, or tells where they lie: the version's own take their place.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _CONFIG = "config.json"
-#: Files of which each tokenizer has one.
-_TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "tekken.json", "*.tiktoken")
+#: Files of which each tokenizer has one; tokenizer_config.json alone is none.
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab*", "tekken.json", "*.tiktoken")
 
 
 def write_checkpoint(client: Client, attached: Attached, version: int, target: Path) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,7 @@ class JobRunner:
         """
         # Memory of the one before is free for the next.
         self._trainer = None
-        with users_code("setup", "; correct the class"):
+        with self._users_code("setup", "; correct the class"):
             trainer = self._kind()
             trainer.setup(self._attached)
         self._trainer = trainer
@@ -106,11 +106,17 @@ class JobRunner:
         seconds = time.perf_counter() - began
         return answer | {"version": attached.version, "committed": committed, "seconds": seconds}
 
+    @contextlib.contextmanager
+    def _users_code(self, doing: str, remedy: str = "") -> Iterator[None]:
+        with users_code(doing, remedy):
+            yield
+        end_forked_child(self._pid)
+
     def _get_ready(self, order: TrainOrder) -> None:
         if self._trainer is None or order.state == "reset":
             self.reset()
         if order.state == "load":
-            with users_code("load_state"):
+            with self._users_code("load_state"):
                 self._trainer.load_state(Path(order.folder))
 
     def _do(
@@ -156,7 +162,7 @@ class JobRunner:
         folder = Path(f"{order.saving}{live}")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(0o750)
-        with users_code("save_state"):
+        with self._users_code("save_state"):
             self._trainer.save_state(folder)
         if any(folder.iterdir()):
             sync_folder(folder)

@@ -57,7 +57,7 @@ class TrainedEngine:
         return record
 
     @property
-    def settled(self) -> int:
+    def settled_version(self) -> int:
         """The version that it serves, if that stays; 0: none, or it may be taken back yet."""
         try:
             record = self.live

@@ -219,7 +219,7 @@ class TrainerPool(ProcessPool):
         self._put_down()
         if job.begun or job.cancelled.is_set() or job.attempts >= _MOST_ATTEMPTS:
             # What it has committed in the end was perhaps never told.
-            live = self._engine.settled
+            live = self._engine.settled_version
             self.end_job(
                 job, away(f"{self._ended}; version {live} is live" if live else self._ended)
             )

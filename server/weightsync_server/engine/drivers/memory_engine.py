@@ -35,7 +35,7 @@ def load_memory_engine(model: str, segment_socket: Path, ranks: int) -> MemoryEn
     if not tensors:
         raise _refused(path, "it holds no tensors")
     logger.warning("the engine is one for tests: it takes weights and generates nothing")
-    checkpoint = str(path.absolute())
+    checkpoint = str((path if path.is_dir() else path.parent).absolute())
     return MemoryEngine(tensors, segment_socket, ranks, attachable=True, checkpoint=checkpoint)
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from weightsync_client.attach import written_boxes
-from weightsync_client.attach.written_boxes import WrittenBox, unlike
+from weightsync_client.attach.written_boxes import WrittenBox, copy_boxes, find_unequal
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64]
 
 
 def _wrong(live: torch.Tensor, source: torch.Tensor) -> list[str]:
-    return unlike([WrittenBox("a", live, source), WrittenBox("b", live, live)])
+    return find_unequal([WrittenBox("a", live, source), WrittenBox("b", live, live)])
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
@@ -47,6 +47,19 @@ def test_what_is_cast_is_compared_as_it_was_cast() -> None:
     assert _wrong(live, source) == ["a"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_nan_may_be_cast_to_another_one(dtype: torch.dtype) -> None:
+    for shape in ((48, 64), (64, 48)):
+        source = torch.randn(64, 48).view(shape)
+        source[3, 5] = float("nan")
+        live = torch.zeros(48, 64, dtype=dtype)
+        given = source if shape == (48, 64) else source.t()
+        copy_boxes([WrittenBox("a", live, given)])
+        assert _wrong(live, given) == []
+        live[0, 0] = float("nan")
+        assert _wrong(live, given) == ["a"]
+
+
 def test_large_ones_are_compared_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written_boxes, "_PIECE_BYTES", 64)
     source = torch.randn(33, 5)
@@ -58,4 +71,4 @@ def test_large_ones_are_compared_piece_by_piece(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_was_written() -> None:
-    assert unlike([]) == []
+    assert find_unequal([]) == []
