@@ -13,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from tests.planted.plants import copy_tree, plants
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from tests.planted.plants import Plant
 
@@ -63,6 +65,37 @@ def _caught(plant: Plant, tree: Path) -> bool:
     return answer == _FAILED
 
 
+def _copies(folder: Path) -> list[Path]:
+    """Return a copy of the tree for each processor, of two at most: tests take their time there."""
+    trees = [folder / str(number) for number in range(min(2, os.cpu_count() or 1))]
+    for tree in trees:
+        tree.mkdir()
+        copy_tree(tree)
+    return trees
+
+
+def _missed(chosen: Sequence[Plant], trees: Iterable[Path]) -> list[Plant]:
+    """Plant every bug, in whatever tree is free; return those that were not caught."""
+    free: SimpleQueue[Path] = SimpleQueue()
+    for tree in trees:
+        free.put(tree)
+
+    def missed(plant: Plant) -> bool:
+        tree = free.get()
+        begin = time.monotonic()
+        try:
+            caught = _caught(plant, tree)
+        finally:
+            free.put(tree)
+        told = "caught" if caught else "NOT CAUGHT"
+        print(f"{plant.name}: {told} in {time.monotonic() - begin:.0f} s", flush=True)
+        return not caught
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        answers = list(pool.map(missed, chosen))
+    return [plant for plant, answer in zip(chosen, answers, strict=True) if answer]
+
+
 def main(wanted: list[str]) -> int:
     """Return 0 if every bug was caught."""
     chosen = [plant for plant in plants() if not wanted or any(w in plant.name for w in wanted)]
@@ -71,23 +104,16 @@ def main(wanted: list[str]) -> int:
     if not chosen:
         print(f"no plant's name contains {' or '.join(wanted)}; their patches lie in tests/planted")
         return 2
-    missed = []
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
-        tree = Path(name)
-        copy_tree(tree)
+        trees = _copies(Path(name))
         # A test that fails anyway catches nothing.
-        answer, output = _run(tree, sorted({test for plant in chosen for test in plant.tests}))
+        tests = sorted({test for plant in chosen for test in plant.tests})
+        answer, output = _run(trees[0], tests)
         if answer:
             sys.stdout.write(output)
             print("the tests fail without a planted bug")
             return 2
-        for plant in chosen:
-            begin = time.monotonic()
-            caught = _caught(plant, tree)
-            if not caught:
-                missed.append(plant)
-            told = "caught" if caught else "NOT CAUGHT"
-            print(f"{plant.name}: {told} in {time.monotonic() - begin:.0f} s", flush=True)
+        missed = _missed(chosen, trees)
     for plant in missed:
         print(f"not caught: {plant.name}: {plant.bug}")
     print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")

@@ -16,6 +16,7 @@ def _line(part: str) -> dict[str, Any]:
     return benchmark_line("gpu", "--part", part, *small)
 
 
+@pytest.mark.battery
 def test_peers_leave_the_trainers_weights() -> None:
     report = _line("peers")
     assert report["errors"] == []
