@@ -72,6 +72,8 @@ def _run(rank: int, folder: str) -> None:
         "another": TrainerRanks().next_key(),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    # One that ends while others read what it has sent last may be aborted by gloo's threads.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
