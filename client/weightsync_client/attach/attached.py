@@ -13,16 +13,16 @@ import torch
 from weightsync.errors import Reason
 from weightsync.shm.attach_client import AttachClient
 from weightsync_client.attach.in_place import InPlaceTransaction
-from weightsync_client.attach.joint_update import update_together
+from weightsync_client.attach.joint_update import check_joined, update_together
 from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of, without_ties
-from weightsync_client.attach.trainer_group import TrainerGroup
 from weightsync_client.attach.transaction_call import Writing
 from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, copy_boxes, find_unequal
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
 from weightsync_client.source.sharded_tensors import is_sharded
+from weightsync_client.source.trainer_ranks import TrainerRanks
 
 __all__ = ["Attached", "AttachedBox", "attach"]
 
@@ -69,7 +69,7 @@ class Attached(Mapping[str, torch.Tensor]):
         self._client = client
         self._transaction: InPlaceTransaction | None = None
         self._closed = False
-        self._background_group: TrainerGroup | None = None
+        self._pushers: TrainerRanks | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, str] = {}
         boxes: dict[str, list[AttachedBox]] = defaultdict(list)
@@ -235,7 +235,8 @@ class Attached(Mapping[str, torch.Tensor]):
         tensors = without_ties(tensors, self.boxes.keys())
         transaction = self._begun(lease_s, pause, background=background, source=tensors)
         if any(map(is_sharded, tensors.values())):
-            pushers = self._background_processes() if background else None
+            check_joined()
+            pushers = self._ranks_that_push() if background else None
             update_together(self, transaction, tensors, self._writing.push, pushers)
             return transaction
         self.check_complete({name: kind_of(name, tensor) for name, tensor in tensors.items()})
@@ -248,10 +249,10 @@ class Attached(Mapping[str, torch.Tensor]):
             self.check_written(places)
         return transaction
 
-    def _background_processes(self) -> TrainerGroup:
-        if self._background_group is None:
-            self._background_group = TrainerGroup().new_group()
-        return self._background_group
+    def _ranks_that_push(self) -> TrainerRanks:
+        if self._pushers is None:
+            self._pushers = TrainerRanks().for_a_thread()
+        return self._pushers
 
     def _begun(
         self,
@@ -343,8 +344,8 @@ class Attached(Mapping[str, torch.Tensor]):
             self.settle()
         finally:
             self._closed = True
-            if self._background_group is not None:
-                self._background_group.close()
+            if self._pushers is not None:
+                self._pushers.close()
             self._stack.close()
 
     def __enter__(self) -> Self:

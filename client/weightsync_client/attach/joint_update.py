@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import distributed
+
+from weightsync.errors import Reason
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of
-from weightsync_client.attach.trainer_group import TrainerGroup
 from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, copy_boxes
+from weightsync_client.errors import refuse
 from weightsync_client.source.sharded_tensors import ShardedTensor, is_sharded, local_parts
+from weightsync_client.source.trainer_ranks import RankGoneError, TrainerRanks
 
 if TYPE_CHECKING:
     from weightsync_client.attach.in_place import InPlaceTransaction
 
-__all__ = ["update_together"]
+__all__ = ["check_joined", "update_together"]
 
 
 class Target(Protocol):
@@ -34,68 +38,103 @@ class Target(Protocol):
         """Wait until whatever is queued on GPUs is done."""
 
 
+def check_joined() -> None:
+    """Accept a process of torch.distributed.
+
+    Raises:
+        ClientError: REQUEST_INVALID: it is none.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            "parts of tensors are served by all processes of torch.distributed together; call "
+            "init_process_group first, or give whole tensors",
+        )
+
+
 def update_together(
     target: Target,
     transaction: InPlaceTransaction,
     tensors: Mapping[str, Any],
     push: Callable[..., object],
-    pushers: TrainerGroup | None,
+    pushers: TrainerRanks | None,
 ) -> None:
     """Have the engine serve the tensors of which every process has parts; see `Attached.update`.
 
     Args:
         target: What is written.
-        transaction: Of the first process; those of the others are never begun.
+        transaction: Of rank 0; those of the others are never begun.
         tensors: What this process has.
         push: As `Client.push`.
-        pushers: The same processes, for a thread that pushes; None: this one does.
+        pushers: The same ranks, for a thread that pushes; None: this one does.
 
     Raises:
-        ClientError: The same in all processes.
+        ClientError: The same on all ranks.
+        RuntimeError: A rank has failed otherwise, which has its own error.
     """
-    processes = TrainerGroup()
-    with processes.together():
-        transaction.wait_for_before()
-        parts = {name: _part(name, value, processes.number) for name, value in tensors.items()}
-        kinds = {name: TensorKind(part.dtype, part.shape) for name, part in parts.items()}
-        target.check_complete(kinds)
-        places = target.places(
-            TrainerBox(name, *box) for name, part in parts.items() for box in _own_boxes(part)
-        )
-    key = processes.led(transaction.begin)
-    try:
-        # Nobody renews the lease: one that hangs would keep the engine standing.
-        with processes.together():
-            try:
-                copy_boxes(places)
-                target.check_written(places)
-            finally:
-                # Also what is about to be taken back must not be written later.
-                target.settle()
-    except BaseException:
-        if processes.leads:
-            transaction.call.abort()
-        raise
-    version = processes.led(transaction.call.commit)
+    with _explain_gone_rank():
+        ranks = TrainerRanks()
+        places = ranks.together(lambda: _places(target, transaction, tensors, ranks.number))
+        try:
+            key = ranks.led(transaction.begin)
+            # Nobody renews the lease: one that hangs would keep the engine standing.
+            ranks.together(lambda: _write(target, places))
+            version = ranks.led(transaction.call.commit)
+        except BaseException:
+            if ranks.number == 0:
+                transaction.call.abort()
+            raise
     options = {
         "version": version,
         "idempotency_key": key,
-        "writers": processes.count,
-        "writer": processes.number,
+        "writers": ranks.count,
+        "writer": ranks.number,
         "delta": "never",
     }
-    transaction.follow(
-        lambda: _push_together(pushers or processes, transaction, partial(push, tensors, **options))
+    pushes = partial(push, tensors, **options)
+    transaction.follow(lambda: _push_together(pushers or ranks, transaction, pushes))
+
+
+def _places(
+    target: Target, transaction: InPlaceTransaction, tensors: Mapping[str, Any], number: int
+) -> list[WrittenBox]:
+    transaction.wait_for_before()
+    parts = {name: _part(name, value, number) for name, value in tensors.items()}
+    kinds = {name: TensorKind(part.dtype, part.shape) for name, part in parts.items()}
+    target.check_complete(kinds)
+    return target.places(
+        TrainerBox(name, *box) for name, part in parts.items() for box in _own_boxes(part)
     )
 
 
+def _write(target: Target, places: Iterable[WrittenBox]) -> None:
+    try:
+        copy_boxes(places)
+        target.check_written(places)
+    finally:
+        # Also what is about to be taken back must not be written later.
+        target.settle()
+
+
 def _push_together(
-    processes: TrainerGroup, transaction: InPlaceTransaction, push: Callable[[], object]
+    ranks: TrainerRanks, transaction: InPlaceTransaction, push: Callable[[], object]
 ) -> None:
-    renewed = transaction.call.renewed() if processes.leads else nullcontext()
-    with renewed, processes.together():
-        push()
-    transaction.note(processes.led(transaction.finish))
+    renewed = transaction.call.renewed() if ranks.number == 0 else nullcontext()
+    with _explain_gone_rank():
+        with renewed:
+            ranks.together(push)
+        transaction.note(ranks.led(transaction.finish))
+
+
+@contextmanager
+def _explain_gone_rank() -> Iterator[None]:
+    try:
+        yield
+    except RankGoneError as error:
+        raise refuse(
+            Reason.PUSH_ABORTED,
+            f"{error}, and the version before is served; start the processes anew and attach again",
+        ) from error
 
 
 def _part(name: str, value: Any, number: int) -> ShardedTensor:

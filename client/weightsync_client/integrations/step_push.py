@@ -15,10 +15,10 @@ from typing import Any
 from weightsync.errors import Reason
 from weightsync_client.client import Client
 from weightsync_client.errors import ClientError, NotFoundError, refuse
-from weightsync_client.integrations.trainer_ranks import TrainerRanks
 from weightsync_client.options import ApplyOptions, PushOptions, check_options
 from weightsync_client.rpc.validate import metadata
 from weightsync_client.source.source import PushSource
+from weightsync_client.source.trainer_ranks import TrainerRanks
 from weightsync_client.types import ApplyReport, PushResult
 
 __all__ = ["PushedStep", "StepOptions", "push_iterable", "push_part", "push_step"]

@@ -22,13 +22,13 @@ from weightsync_client.integrations.step_push import (
     push_part,
     push_step,
 )
-from weightsync_client.integrations.trainer_ranks import TrainerRanks, holds_parts
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
     PushOptions,
 )
 from weightsync_client.rpc.validate import text, whole_number
+from weightsync_client.source.trainer_ranks import TrainerRanks, holds_parts
 
 __all__ = ["WeightSyncCallback"]
 
