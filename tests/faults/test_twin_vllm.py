@@ -156,16 +156,14 @@ def test_a_rank_that_fails_in_its_commit_is_restored(site: FaultySite, point: st
 @pytest.mark.parametrize(
     ("point", "told"),
     [
-        pytest.param("loader.start=panic", "ended with status -9", marks=pytest.mark.battery),
+        ("loader.start=panic", "ended with status -9"),
         pytest.param("loader.load=panic", "ended with status -9", marks=pytest.mark.battery),
         pytest.param("loader.loaded=panic", "ended with status -9", marks=pytest.mark.battery),
         ("loader.stored=panic", "ended with status -9"),
         pytest.param(
             "loader.load=error(ENOMEM)", "Cannot allocate memory", marks=pytest.mark.battery
         ),
-        pytest.param(
-            "loader.stored=error(ENOMEM)", "Cannot allocate memory", marks=pytest.mark.battery
-        ),
+        ("loader.stored=error(ENOMEM)", "Cannot allocate memory"),
     ],
 )
 def test_a_loader_that_fails_is_replaced(site: FaultySite, point: str, told: str) -> None:
