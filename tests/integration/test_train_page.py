@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from weightsync_client import Access, Client, ClientError, TrainerState
 from weightsync_server.auth.principals import new_token, token_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytest.importorskip("uvicorn")
 applications = pytest.importorskip("starlette.applications")
@@ -149,8 +148,8 @@ def test_the_commands(machine: _Machine) -> None:
         assert done.returncode in (0, 3)
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_the_request_to_vllm_s_port(machine: _Machine) -> None:
+def test_the_request_to_vllm_s_port(machine: _Machine, program: Callable[[str, str], str]) -> None:
+    program("curl", "curl")
     (line,) = _commands("curl")
     state = ForwardState()
     state.upstream = Upstream(f"http://127.0.0.1:{machine.http}")

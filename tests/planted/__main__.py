@@ -65,7 +65,7 @@ def _caught(plant: Plant, tree: Path) -> bool:
     return answer == _FAILED
 
 
-def _copies(folder: Path) -> list[Path]:
+def _make_trees(folder: Path) -> list[Path]:
     """Return a copy of the tree for each processor, of two at most: tests take their time there."""
     trees = [folder / str(number) for number in range(min(2, os.cpu_count() or 1))]
     for tree in trees:
@@ -74,13 +74,13 @@ def _copies(folder: Path) -> list[Path]:
     return trees
 
 
-def _missed(chosen: Sequence[Plant], trees: Iterable[Path]) -> list[Plant]:
+def _find_missed(chosen: Sequence[Plant], trees: Iterable[Path]) -> list[Plant]:
     """Plant every bug, in whatever tree is free; return those that were not caught."""
     free: SimpleQueue[Path] = SimpleQueue()
     for tree in trees:
         free.put(tree)
 
-    def missed(plant: Plant) -> bool:
+    def is_missed(plant: Plant) -> bool:
         tree = free.get()
         begin = time.monotonic()
         try:
@@ -92,7 +92,7 @@ def _missed(chosen: Sequence[Plant], trees: Iterable[Path]) -> list[Plant]:
         return not caught
 
     with ThreadPoolExecutor(free.qsize()) as pool:
-        answers = list(pool.map(missed, chosen))
+        answers = list(pool.map(is_missed, chosen))
     return [plant for plant, answer in zip(chosen, answers, strict=True) if answer]
 
 
@@ -105,7 +105,7 @@ def main(wanted: list[str]) -> int:
         print(f"no plant's name contains {' or '.join(wanted)}; their patches lie in tests/planted")
         return 2
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
-        trees = _copies(Path(name))
+        trees = _make_trees(Path(name))
         # A test that fails anyway catches nothing.
         tests = sorted({test for plant in chosen for test in plant.tests})
         answer, output = _run(trees[0], tests)
@@ -113,7 +113,7 @@ def main(wanted: list[str]) -> int:
             sys.stdout.write(output)
             print("the tests fail without a planted bug")
             return 2
-        missed = _missed(chosen, trees)
+        missed = _find_missed(chosen, trees)
     for plant in missed:
         print(f"not caught: {plant.name}: {plant.bug}")
     print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")

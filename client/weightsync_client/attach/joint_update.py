@@ -76,10 +76,10 @@ def update_together(
         ranks = TrainerRanks()
         places = ranks.together(lambda: _places(target, transaction, tensors, ranks.number))
         try:
-            key = ranks.led(transaction.begin)
+            key = ranks.broadcast(transaction.begin)
             # Nobody renews the lease: one that hangs would keep the engine standing.
             ranks.together(lambda: _write(target, places))
-            version = ranks.led(transaction.call.commit)
+            version = ranks.broadcast(transaction.call.commit)
         except BaseException:
             if ranks.number == 0:
                 transaction.call.abort()
@@ -123,7 +123,7 @@ def _push_together(
     with _explain_gone_rank():
         with renewed:
             ranks.together(push)
-        transaction.note(ranks.led(transaction.finish))
+        transaction.note(ranks.broadcast(transaction.finish))
 
 
 @contextmanager

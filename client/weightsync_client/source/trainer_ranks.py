@@ -108,7 +108,7 @@ class TrainerRanks:
         first: Callable[[], T | None] = call
         return self.together(first if self.number == 0 else lambda: None)
 
-    def led(self, call: Callable[[], T]) -> T:
+    def broadcast(self, call: Callable[[], T]) -> T:
         """Call it on rank 0 alone, and return its result, which can be pickled, on all.
 
         Raises:

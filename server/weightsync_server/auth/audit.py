@@ -146,7 +146,7 @@ def _now() -> str:
 
 def _version(message: Any) -> int:
     """Return the version that a message is about; 0: it names none."""
-    return _named(message) or _named(_kind(message))
+    return _version_field(message) or _version_field(_kind(message))
 
 
 def _kind(message: Any) -> Any:
@@ -158,7 +158,7 @@ def _kind(message: Any) -> Any:
     return None
 
 
-def _named(message: Any) -> int:
+def _version_field(message: Any) -> int:
     found = getattr(message, "report", message)
     while not isinstance(found, int):
         found = getattr(found, "version", 0)
