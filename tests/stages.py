@@ -1,0 +1,170 @@
+"""Runs a stage of the tests, and ends with what failed and what this machine could not run.
+
+python -m tests.stages STAGE [PYTEST ARGUMENTS]
+
+Every part of the stage runs, also after one that failed. Paths among the arguments choose tests of
+the stage. Where the time went is written to build/stages/STAGE.json, see tests/support/durations.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STAGES", "main"]
+
+ROOT = Path(__file__).parents[1]
+_RECORDS = ROOT / "build" / "stages"
+#: What pytest answers when it selects nothing.
+_NO_TESTS = 5
+#: What some tests need beside Python, and the Debian package that has it.
+_PROGRAMS = {
+    "cc": "gcc",
+    "curl": "curl",
+    "docker-compose": "docker-compose",
+    "etcd": "etcd-server",
+    "etcdctl": "etcd-client",
+    "git": "git",
+    "ip": "iproute2",
+    "npm": "npm",
+    "promtool": "prometheus",
+}
+#: Rooms that can be taken away from the product, and their tests below tests/unit.
+_EXTENSIONS = tuple(
+    f"tests/unit/{room}"
+    for room in (
+        "benchmarks",
+        "client/integrations",
+        "client/trainer",
+        "server/http_api",
+        "server/train",
+        "vllm/transfer",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tests that one run of pytest takes.
+
+    Attributes:
+        paths: Folders and modules.
+        per_core: Modules at a time for each core: one where tests compute, three where they wait
+            for other processes and timers.
+        but: Folders and modules below `paths` that it leaves out.
+    """
+
+    paths: tuple[str, ...]
+    per_core: int = 1
+    but: tuple[str, ...] = ()
+
+
+#: What `make STAGE` and CI run, in the order of CI.
+STAGES: dict[str, tuple[Part, ...]] = {
+    "test": (
+        Part(("tests/unit", "tests/planted"), but=_EXTENSIONS),
+        Part(("tests/main",), per_core=3),
+    ),
+    "test-extensions": (Part(_EXTENSIONS), Part(("tests/extensions",), per_core=2)),
+    "test-faults": (Part(("tests/faults",), per_core=3),),
+    "test-fleet": (Part(("tests/fleet",), per_core=3),),
+    "test-vllm": (Part(("tests/vllm",)),),
+    "test-matrix": (Part(("tests/matrix", "tests/deploy")),),
+}
+
+
+@dataclass
+class _Seen:
+    """What the parts of a stage came to."""
+
+    tests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def outcomes(self) -> Counter[str]:
+        return Counter(test["outcome"] for test in self.tests.values())
+
+
+def _inside(path: str, folders: tuple[str, ...]) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+def _run_part(stage: str, part: Part, chosen: list[str], options: list[str], seen: _Seen) -> None:
+    """Run pytest once and add what it says to `seen`."""
+    paths = [path for path in chosen if _inside(path.partition("::")[0], part.paths)]
+    if chosen and not paths:
+        return
+    cores = int(os.environ.get("JOBS") or os.cpu_count() or 1)
+    record = _RECORDS / f"{stage}.part.json"
+    record.unlink(missing_ok=True)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "tests.support.durations"),
+            *("--durations-json", str(record), "-m", "not gpu and not battery and not alone"),
+            *("-n", str(cores * part.per_core), "--dist", "loadfile", "--no-loadscope-reorder"),
+            *(f"--ignore={path}" for path in part.but if not _inside(path, tuple(paths))),
+            *(paths or part.paths),
+            *options,
+        ],
+        cwd=ROOT,
+        check=False,
+    )
+    if record.exists():
+        seen.tests |= json.loads(record.read_text())["tests"]
+        record.unlink()
+    if done.returncode not in (0, 1, _NO_TESTS) or not (seen.tests or done.returncode):
+        seen.broken.append(f"pytest ended with {done.returncode} in {' '.join(part.paths)}")
+
+
+def _lint() -> bool:
+    print("lint", flush=True)
+    return subprocess.run(["make", "lint"], cwd=ROOT, check=False).returncode == 0
+
+
+def _last_lines(stage: str, seen: _Seen, taken_s: float) -> None:
+    """Print the failures once more, how many passed, and last what could not be run, and why."""
+    for name, test in seen.tests.items():
+        if test["outcome"] == "failed":
+            print(f"\n{'_' * 20} {name}\n{test['text']}")
+    for text in seen.broken:
+        print(text)
+    outcomes = seen.outcomes()
+    counts = ", ".join(f"{outcomes[word]} {word}" for word in ("passed", "failed", "skipped"))
+    print(f"\n{stage}: {counts} in {taken_s / 60:.1f} minutes")
+    reasons = Counter(t["reason"] for t in seen.tests.values() if t["outcome"] == "skipped")
+    if reasons:
+        told = "; ".join(f"{count} because {why}" for why, count in reasons.most_common())
+        print(f"This machine could not run {reasons.total()} tests: {told}")
+
+
+def main(stage: str, arguments: list[str]) -> int:
+    """Return 1 where anything failed."""
+    chosen = [word for word in arguments if (ROOT / word.partition("::")[0]).exists()]
+    options = [word for word in arguments if word not in chosen]
+    missing = [f"{name} ({deb})" for name, deb in _PROGRAMS.items() if shutil.which(name) is None]
+    if missing:
+        print(f"Not installed (Debian package): {', '.join(missing)}. Tests of them are skipped.")
+    _RECORDS.mkdir(parents=True, exist_ok=True)
+    seen, begin = _Seen(), time.monotonic()
+    if stage == "test" and not arguments and not _lint():
+        seen.broken.append("lint failed: its findings stand above the tests")
+    for part in STAGES[stage]:
+        _run_part(stage, part, chosen, options, seen)
+    taken_s = time.monotonic() - begin
+    record = {"run_s": round(taken_s, 1), "tests": dict(sorted(seen.tests.items()))}
+    (_RECORDS / f"{stage}.json").write_text(json.dumps(record, indent=1) + "\n")
+    _last_lines(stage, seen, taken_s)
+    return int(bool(seen.broken) or seen.outcomes()["failed"] > 0)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in STAGES:
+        sys.exit(f"{__doc__}\nSTAGE is one of {', '.join(STAGES)}")
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
