@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+#: Fixtures of the tests that start servers and engines, whichever stage they are in.
+pytest_plugins = ("tests.support.server_fixtures", "tests.support.vllm_fixtures")
+
+
 @pytest.fixture(scope="session")
 def program() -> Callable[[str, str], str]:
     """Return a function that finds a program outside Python, given its name and Debian package.

@@ -1,4 +1,4 @@
-"""The channel of a trainer's process; the rest is in tests/integration/test_train_service.py."""
+"""The channel of a trainer's process; the rest is in tests/extensions/test_train_service.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a trainer's end; the rest is in tests/integration/test_train_service.py."""
+"""What is said of a trainer's end; the rest is in tests/extensions/test_train_service.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from tests.integration.vllm.conftest import Bench, running_bench
+from tests.support.vllm_fixtures import Bench, running_bench
 from weightsync.engine.v1 import engine_pb2 as pb
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.vllm.conftest import running_bench
+from tests.support.vllm_fixtures import running_bench
 from tests.support.models import nudge_checkpoint
 from tests.support.vllm_server import VllmServer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.integration.vllm.conftest import Bench
+    from tests.support.vllm_fixtures import Bench
     from tests.support.staging import BridgeClient, Version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from tests.integration.client.test_box_deltas import WRITERS, changed, matrix, part
+from tests.matrix.test_box_deltas import WRITERS, changed, matrix, part
 from weightsync_client import Access, Client
 
 __all__ = ["SEED", "push_steps"]

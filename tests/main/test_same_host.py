@@ -51,7 +51,7 @@ from weightsync_client.transport.cuda_ipc import CudaIpcTransport
 from weightsync_client.transport.protocol import Sent
 from weightsync_client.transport.shm_transport import ShmTransport
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module", params=["memory://", ""], ids=["memory", "file"])

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integration.client.conftest import RETRY, Relay
+from tests.support.server_fixtures import RETRY, Relay
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import (
     AbortedError,

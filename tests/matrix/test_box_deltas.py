@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.integration.client.conftest import RETRY, Relay
+from tests.support.server_fixtures import RETRY, Relay
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync import failpoints
 from weightsync_client import Client, ClientError, Reason, ShardedTensor

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.client.conftest import RETRY
-from tests.integration.client.far_rank import SEED, push_steps
-from tests.integration.client.test_box_deltas import WRITERS, changed, everything, matrix
+from tests.support.server_fixtures import RETRY
+from tests.matrix.far_rank import SEED, push_steps
+from tests.matrix.test_box_deltas import WRITERS, changed, everything, matrix
 from tests.support.network_hosts import NEAR, NetworkHosts, network_hosts
 from tests.support.secured import Secured
 from weightsync_client import Client
@@ -44,7 +44,7 @@ def far_rank(secured: Secured, hosts: NetworkHosts, writer: int) -> Any:
     """Push as a rank on another host; its server's name is known there."""
     names = secured.folder / "hosts"
     names.write_text(f"{NEAR} server.test\n")
-    rank = [sys.executable, "-m", "tests.integration.client.far_rank"]
+    rank = [sys.executable, "-m", "tests.matrix.far_rank"]
     told = [f"server.test:{secured.port}", str(secured.ca.ca), secured.tokens["push"], str(writer)]
     done = subprocess.run(
         hosts.on_far(names, [*rank, *told]),

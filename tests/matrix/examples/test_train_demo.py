@@ -15,7 +15,7 @@ from tests.support.leftovers import Mark
 
 pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(420)]
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _STEP = re.compile(r"(?m)^step +(\d+)  loss ([\d.]+)  version +(\d+)  longest gap +([\d.]+) ms")
 _ANSWER = r"(?m)^{}: 'Tell me:' is answered (.*)$"
 #: What the last processes need to be gone once the demo itself is.

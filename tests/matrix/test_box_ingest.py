@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.client.test_box_deltas import (
+from tests.matrix.test_box_deltas import (
     WRITERS,
     Writers,
     changed,

@@ -19,7 +19,7 @@ from tests.support.leftovers import Mark
 
 pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(420)]
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _ROW = re.compile(r"^ *(\d+) +([\d.]+) +[\d.]+ MB +([\d.]+)% +[\d.]+ +[\d.]+ +[\d.]+  (.*)$")
 # What the last processes need to be gone once the demo itself is.
 _GONE_S = 5.0

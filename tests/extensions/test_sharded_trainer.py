@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from examples.transformers_callback import make_model
-from tests.integration.sharded_trainer import RANKS, STEPS
+from tests.extensions.sharded_trainer import RANKS, STEPS
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, Version
 
@@ -65,7 +65,7 @@ def _ranks(folder: Path, server: WeightSyncServer) -> list[dict[str, Any]]:
     bare = _server(folder, "bare", "--engine", f"unix:{folder}/no-engine.sock")
     bare.start()
     run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    program = [*run, "-m", "tests.integration.sharded_trainer"]
+    program = [*run, "-m", "tests.extensions.sharded_trainer"]
     done = subprocess.run(
         [sys.executable, *program, str(folder), server.address, bare.address],
         cwd=_ROOT,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tests.integration.client.conftest import RETRY
+from tests.support.server_fixtures import RETRY
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync.shm.same_host_client import SameHostClient
 from weightsync_client import Client, ClientError, Declared, PushKind, Reason, Streamed, Way

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from tests.integration.titan_ranks import KEY, RANKS, STEPS, run
+from tests.extensions.titan_ranks import KEY, RANKS, STEPS, run
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, InvalidError
 from weightsync_client.integrations import WeightSyncStore

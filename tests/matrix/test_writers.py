@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from torch.multiprocessing.spawn import spawn
 
-from tests.integration.client.conftest import RETRY, Relay
-from tests.integration.client.sharded_ranks import FORMS, RANKS, TRAINED, run, whole_model
+from tests.support.server_fixtures import RETRY, Relay
+from tests.matrix.sharded_ranks import FORMS, RANKS, TRAINED, run, whole_model
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync_client import (
     AbortedError,
@@ -222,7 +222,7 @@ def test_one_that_is_killed_or_stands_still_ends_it_for_all(
 ) -> None:
     key = f"e/{number}"
     program = (
-        "from tests.integration.client.test_writers import part\n"
+        "from tests.matrix.test_writers import part\n"
         "from weightsync_client import Client\n"
         "import sys, time\n"
         "def slow(done, whole):\n"

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import save_file
 from torch.multiprocessing.spawn import spawn
 
-from tests.integration.vllm_trainer_ranks import RANKS, make_model, run
+from tests.extensions.vllm_trainer_ranks import RANKS, make_model, run
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client
 

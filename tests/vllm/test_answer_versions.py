@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.vllm.conftest import Bench, running_bench
+from tests.support.vllm_fixtures import Bench, running_bench
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

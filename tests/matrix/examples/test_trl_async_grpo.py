@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.examples.conftest import Stack, running_stack
+from tests.matrix.examples.conftest import Stack, running_stack
 from tests.support.leftovers import Mark
 from weightsync_client import Client, Serving
 

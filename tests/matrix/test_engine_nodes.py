@@ -1,7 +1,7 @@
 """An engine of two nodes: a real head, a real node's server, and a rank that sees only the latter.
 
 The engine is the in-memory one behind the real bridge protocol; its second rank opens segments at
-the other node's socket alone. The real vLLM is in tests/faults/test_nodes_vllm.py.
+the other node's socket alone. The real vLLM is in tests/vllm/test_nodes_faults.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.integration.client.conftest import RETRY
+from tests.support.server_fixtures import RETRY
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync_client import Client, ClientError, PushResult, Reason, ShardedTensor, Way
 from weightsync_client.types import PushKind

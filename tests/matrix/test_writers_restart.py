@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.integration.client.conftest import RETRY
+from tests.support.server_fixtures import RETRY
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import AbortedError, Client, ClientError, PushResult, ShardedTensor

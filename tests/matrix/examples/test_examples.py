@@ -25,7 +25,7 @@ from weightsync_client import Client, Durability
 if TYPE_CHECKING:
     import torch
 
-    from tests.integration.examples.conftest import Stack
+    from tests.matrix.examples.conftest import Stack
 
 pytestmark = pytest.mark.timeout(420)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.client.conftest import RETRY, Relay
+from tests.support.server_fixtures import RETRY, Relay
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, Fallback, PushKind, Retry, UnavailableError
 

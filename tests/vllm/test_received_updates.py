@@ -237,7 +237,7 @@ def test_a_trainer_that_ends_in_mid_update_leaves_what_is_served(it: _Site, end:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[2],
         env={name: v for name, v in os.environ.items() if name != "WEIGHTSYNC_TEST_WIRE"},
     ) as trainer:
         try:
