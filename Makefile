@@ -81,27 +81,26 @@ lint: setup check-generated ## ruff, mypy, buf, the stubs, and which room may im
 	$(VENV)/bin/buf format --diff --exit-code
 	$(VENV)/bin/mypy $(CHECKED)
 
-# $(call tests,WHICH): modules, so many at a time, in the order of the files; those marked `alone`
-# follow, one by one. pytest answers 5 when it selects nothing.
-JOBS ?= 2
-define tests
-$(PY) -m pytest -m "$(1) and not gpu and not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-	$(PYTEST_ARGS) || [ $$? -eq 5 ]
-$(PY) -m pytest -m "$(1) and not gpu and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
-endef
+# tests/stages.py says what is in each, and how many modules run at a time; JOBS: on how many cores.
+STAGES := test test-extensions test-faults test-fleet test-vllm test-matrix
+export JOBS
 
-.PHONY: test
-test: lint ## Lint, then all tests but the full matrix, the full battery and those for a GPU
-	$(call tests,not matrix and not battery)
+.PHONY: $(STAGES)
+test: setup ## Lint, the core's unit tests and its main path on real servers and a real vLLM: start here
+test-extensions: setup ## Supervised trainer, adapters for frameworks, verbs of others
+test-faults: setup ## Crashes, bytes, floods, authority, exhaustion
+test-fleet: setup ## Fleets of real servers over each kind of register
+test-vllm: setup ## All else that a real vLLM (CPU) shows
+test-matrix: setup ## Kinds of trainers, stores and models; examples, benchmarks in small, deployment
+$(STAGES):
+	$(PY) -m tests.stages $@ $(PYTEST_ARGS)
 
-# One by one: vLLM binds every engine of one rank to the first core.
-.PHONY: test-matrix
-test-matrix: setup ## The TP/dtype/packing/tied cells on a real vLLM (CPU), and what takes as long
-	$(PY) -m pytest -m "matrix and not battery and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
-
+# pytest answers 5 when it selects nothing.
 .PHONY: battery
-battery: setup ## Every fault at every failpoint, on a real server and a real vLLM; more cells with TP 2
-	$(call tests,battery)
+battery: setup ## Every fault at every failpoint, more cells with TP 2; what needs a quiet machine
+	$(PY) -m pytest -m "battery and not gpu and not alone" -n $(or $(JOBS),2) --dist loadfile \
+		--no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(PY) -m pytest -m "alone and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: fuzz
 fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if given

@@ -128,20 +128,20 @@ def _lint() -> bool:
     return subprocess.run(["make", "lint"], cwd=ROOT, check=False).returncode == 0
 
 
-def _last_lines(stage: str, seen: _Seen, taken_s: float) -> None:
-    """Print the failures once more, how many passed, and last what could not be run, and why."""
-    for name, test in seen.tests.items():
-        if test["outcome"] == "failed":
-            print(f"\n{'_' * 20} {name}\n{test['text']}")
-    for text in seen.broken:
-        print(text)
+def _summarise(stage: str, seen: _Seen, taken_s: float) -> None:
+    """Print how many passed, what could not be run and why, and last what failed."""
     outcomes = seen.outcomes()
     counts = ", ".join(f"{outcomes[word]} {word}" for word in ("passed", "failed", "skipped"))
     print(f"\n{stage}: {counts} in {taken_s / 60:.1f} minutes")
     reasons = Counter(t["reason"] for t in seen.tests.values() if t["outcome"] == "skipped")
     if reasons:
-        told = "; ".join(f"{count} because {why}" for why, count in reasons.most_common())
-        print(f"This machine could not run {reasons.total()} tests: {told}")
+        told = "; ".join(f"{count}: {why}" for why, count in reasons.most_common())
+        print(f"This machine could not run {reasons.total()} tests ({told})")
+    for name, test in seen.tests.items():
+        if test["outcome"] == "failed":
+            print(f"\nFAILED {name}\n{test['text']}")
+    for text in seen.broken:
+        print(text)
 
 
 def main(stage: str, arguments: list[str]) -> int:
@@ -160,7 +160,7 @@ def main(stage: str, arguments: list[str]) -> int:
     taken_s = time.monotonic() - begin
     record = {"run_s": round(taken_s, 1), "tests": dict(sorted(seen.tests.items()))}
     (_RECORDS / f"{stage}.json").write_text(json.dumps(record, indent=1) + "\n")
-    _last_lines(stage, seen, taken_s)
+    _summarise(stage, seen, taken_s)
     return int(bool(seen.broken) or seen.outcomes()["failed"] > 0)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tests.deploy.compose_file import Service
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 _MEMORY_BYTES = 64 << 20
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.deploy.containers import Stack
 
 # With the long tests, because it starts every service; `make test` keeps within 15 minutes so.
-pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 #: This stack's server is neither.
 _OTHERS = of_some_servers()

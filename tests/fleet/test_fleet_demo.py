@@ -19,7 +19,7 @@ from tests.support.leftovers import Mark
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 _ROOT = Path(__file__).parents[2]
 _END_S = 180

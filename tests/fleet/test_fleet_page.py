@@ -32,7 +32,7 @@ from weightsync_server.auth.principals import new_token, token_hash
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 _BIN = Path(sys.executable).parent
 _START_S = 60.0

@@ -21,7 +21,7 @@ from tests.support.processes import give_way
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["VllmServer", "cpu_environment"]
+__all__ = ["VllmServer", "cpu_environment", "own_core"]
 
 _START_S = 240.0
 
@@ -41,9 +41,19 @@ def cpu_environment(*, workers: int = 1, plain: bool = True) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "INFO",
         "WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "1" if plain else "0",
     }
-    if workers > 1:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(workers))
+    cores = [str(core) for core in range(workers)] if workers > 1 else [own_core()]
+    variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     return variables
+
+
+def own_core(number: int = 0) -> str:
+    """Return the core for the nth engine of this process, one rank each.
+
+    By itself vLLM binds every engine of one rank to the first core. Here each worker of pytest-xdist
+    begins at another one.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return str((worker + number) % (os.cpu_count() or 1))
 
 
 @dataclass

@@ -50,8 +50,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[Any]]:
         if not found:
             folder = tmp_path_factory.mktemp("fresh")
             model = make_checkpoint(folder / "b", seed=1, **MODEL)
-            core = {"VLLM_CPU_OMP_THREADS_BIND": "0"}
-            vllm = VllmServer(model, folder, dtype="float32", bridge=False, variables=core)
+            vllm = VllmServer(model, folder, dtype="float32", bridge=False)
             try:
                 found.extend(_tokens(vllm.start()))
             finally:

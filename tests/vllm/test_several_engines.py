@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.following import until
 from tests.support.models import make_checkpoint
-from tests.support.vllm_server import VllmServer
+from tests.support.vllm_server import VllmServer, own_core
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, EngineState
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.matrix,
     pytest.mark.alone,
     pytest.mark.timeout(600),
 ]
@@ -95,7 +94,7 @@ class _Host:
             variables={
                 "WEIGHTSYNC_ENGINE_SOCKET": f"unix:{self.engines}/{_NAMES[number]}.sock",
                 "WEIGHTSYNC_SEGMENT_SOCKET": f"unix:{self.server.segment_socket}",
-                "VLLM_CPU_OMP_THREADS_BIND": str(number),
+                "VLLM_CPU_OMP_THREADS_BIND": own_core(number),
             },
         )
 

@@ -117,7 +117,6 @@ def test_look_up_tells_what_is_there_from_what_is_not() -> None:
     assert not any(found(place, source_of) for place in absent)
 
 
-@pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_all_releases_have_every_symbol() -> None:
     releases = _releases()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.benchmark_lines import benchmark_line
 
-pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
 
 def _line(part: str) -> dict[str, Any]:

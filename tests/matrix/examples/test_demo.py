@@ -17,7 +17,7 @@ from examples.demo.model import SENTENCE
 from tests.support.bounds import within
 from tests.support.leftovers import Mark
 
-pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
 _ROOT = Path(__file__).parents[3]
 _ROW = re.compile(r"^ *(\d+) +([\d.]+) +[\d.]+ MB +([\d.]+)% +[\d.]+ +[\d.]+ +[\d.]+  (.*)$")

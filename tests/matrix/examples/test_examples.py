@@ -74,7 +74,6 @@ def _ask_transformers(tokenizer_of: Path, weights: Path, prompt: str) -> str:
 
 
 @pytest.mark.vllm
-@pytest.mark.matrix
 def test_adding_us_to_vllm_serves_the_proved_checkpoint(stack: Stack) -> None:
     with Client(stack.server) as client:
         assert client.verify().verified
@@ -149,7 +148,6 @@ def test_the_training_loop_is_ten_lines() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.matrix
 def test_a_trainer_pushes_and_a_generator_applies(stack: Stack, tmp_path: Path) -> None:
     generator = stack.python(
         "generate_and_apply.py", "--vllm", stack.url, "--prompt", PROMPT, "--versions", "2"

@@ -13,7 +13,7 @@ import pytest
 from examples.demo.model import SENTENCE
 from tests.support.leftovers import Mark
 
-pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
 _ROOT = Path(__file__).parents[3]
 _STEP = re.compile(r"(?m)^step +(\d+)  loss ([\d.]+)  version +(\d+)  longest gap +([\d.]+) ms")
