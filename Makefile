@@ -108,8 +108,8 @@ fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if gi
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
 .PHONY: planted
-planted: setup ## Plant bugs into a copy of the tree, one by one: do the tests notice? EACH=1: one of each invariant
-	$(PY) -m tests.planted $(if $(EACH),--one-each)
+planted: setup ## Plant bugs into a copy of the tree, JOBS (2) at a time: which test notices? EACH=1: one of each invariant
+	$(PY) -m tests.planted --jobs $(JOBS) $(if $(EACH),--one-each) $(if $(JSON),--json $(JSON))
 
 .PHONY: soak
 soak: setup ## Use the service for MINUTES (20) under random faults, with SEED if given; VLLM=1: a real vLLM; FLEET=1: a fleet
