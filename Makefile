@@ -109,7 +109,7 @@ fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if gi
 
 .PHONY: planted
 planted: setup ## Plant bugs into a copy of the tree, JOBS (2) at a time: which test notices? EACH=1: one of each invariant
-	$(PY) -m tests.planted --jobs $(JOBS) $(if $(EACH),--one-each) $(if $(JSON),--json $(JSON))
+	$(PY) -m tests.planted --jobs $(or $(JOBS),2) $(if $(EACH),--one-each) $(if $(JSON),--json $(JSON))
 
 .PHONY: soak
 soak: setup ## Use the service for MINUTES (20) under random faults, with SEED if given; VLLM=1: a real vLLM; FLEET=1: a fleet

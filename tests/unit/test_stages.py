@@ -96,9 +96,7 @@ def test_a_module_that_cannot_be_read_fails_its_stage(tmp_path: Path) -> None:
 
 def test_paths_choose_what_lies_in_the_stage(tmp_path: Path) -> None:
     text = "def test_it():\n    pass\n"
-    tree = _copy(
-        tmp_path, {f"tests/{name}": text for name in ("unit/test_a.py", "main/test_b.py")}
-    )
+    tree = _copy(tmp_path, {f"tests/{name}": text for name in ("unit/test_a.py", "main/test_b.py")})
     done = _run(tree, "test", "tests/main/test_b.py", "-q")
     assert done.returncode == 0, done.stdout
     assert "test: 1 passed, 0 failed, 0 skipped" in done.stdout
