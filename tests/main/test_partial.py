@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.server_fixtures import RETRY, Relay
 from tests.main.test_deltas import Tensors, check, model, step
+from tests.support.server_fixtures import RETRY, Relay
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, InvalidError, NotFoundError, PushKind, Reason
 

@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file
 from torch.multiprocessing.spawn import spawn
 
-from tests.support.server_fixtures import RETRY
 from tests.matrix.flat_ranks import FSDP1, RANKS, ZERO3, run
+from tests.support.server_fixtures import RETRY
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, Reason
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.server_fixtures import RETRY
 from tests.matrix.far_rank import SEED, push_steps
 from tests.matrix.test_box_deltas import WRITERS, changed, everything, matrix
 from tests.support.network_hosts import NEAR, NetworkHosts, network_hosts
 from tests.support.secured import Secured
+from tests.support.server_fixtures import RETRY
 from weightsync_client import Client
 
 

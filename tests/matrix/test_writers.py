@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from torch.multiprocessing.spawn import spawn
 
-from tests.support.server_fixtures import RETRY, Relay
 from tests.matrix.sharded_ranks import FORMS, RANKS, TRAINED, run, whole_model
+from tests.support.server_fixtures import RETRY, Relay
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync_client import (
     AbortedError,

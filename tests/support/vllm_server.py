@@ -49,8 +49,8 @@ def cpu_environment(*, workers: int = 1, plain: bool = True) -> dict[str, str]:
 def own_core(number: int = 0) -> str:
     """Return the core for the nth engine of this process, one rank each.
 
-    By itself vLLM binds every engine of one rank to the first core. Here each worker of pytest-xdist
-    begins at another one.
+    By itself vLLM binds every engine of one rank to the first core. Each worker of pytest-xdist
+    begins at another one here.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     return str((worker + number) % (os.cpu_count() or 1))

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.vllm_fixtures import running_bench
 from tests.support.models import nudge_checkpoint
+from tests.support.vllm_fixtures import running_bench
 from tests.support.vllm_server import VllmServer, own_core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.support.vllm_fixtures import Bench
     from tests.support.staging import BridgeClient, Version
+    from tests.support.vllm_fixtures import Bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
