@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+# Workers of pytest-xdist have a core each; more threads of PyTorch only get in each other's way.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 #: Fixtures of the tests that start servers and engines, whichever stage they are in.
 pytest_plugins = ("tests.support.server_fixtures", "tests.support.vllm_fixtures")
 

@@ -37,18 +37,17 @@ _PROGRAMS = {
     "npm": "npm",
     "promtool": "prometheus",
 }
-#: Rooms that can be taken away from the product, and their tests below tests/unit.
-_EXTENSIONS = tuple(
-    f"tests/unit/{room}"
-    for room in (
-        "benchmarks",
-        "client/integrations",
-        "client/trainer",
-        "server/http_api",
-        "server/train",
-        "vllm/transfer",
-    )
+#: Unit tests of what can be taken away from the product.
+_EXTENSIONS = (
+    "tests/unit/benchmarks",
+    "tests/unit/client/integrations",
+    "tests/unit/client/trainer",
+    "tests/unit/server/http_api",
+    "tests/unit/server/train",
+    "tests/unit/vllm/transfer",
 )
+#: Unit tests of fleets: their model, and members in one process.
+_FLEETS = ("tests/unit/server/fleet", "tests/unit/server/fleet_host", "tests/unit/server/register")
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,12 @@ class Part:
 #: What `make STAGE` and CI run, in the order of CI.
 STAGES: dict[str, tuple[Part, ...]] = {
     "test": (
-        Part(("tests/unit", "tests/planted"), but=_EXTENSIONS),
+        Part(("tests/unit", "tests/planted"), but=_EXTENSIONS + _FLEETS),
         Part(("tests/main",), per_core=3),
     ),
     "test-extensions": (Part(_EXTENSIONS), Part(("tests/extensions",), per_core=2)),
     "test-faults": (Part(("tests/faults",), per_core=3),),
-    "test-fleet": (Part(("tests/fleet",), per_core=3),),
+    "test-fleet": (Part((*_FLEETS, "tests/fleet"), per_core=3),),
     "test-vllm": (Part(("tests/vllm",)),),
     "test-matrix": (Part(("tests/matrix", "tests/deploy")),),
 }
@@ -98,7 +97,12 @@ def _inside(path: str, folders: tuple[str, ...]) -> bool:
 
 def _run_part(stage: str, part: Part, chosen: list[str], options: list[str], seen: _Seen) -> None:
     """Run pytest once and add what it says to `seen`."""
-    paths = [path for path in chosen if _inside(path.partition("::")[0], part.paths)]
+    paths = [
+        path
+        for path in chosen
+        if _inside(path.partition("::")[0], part.paths)
+        and not _inside(path.partition("::")[0], part.but)
+    ]
     if chosen and not paths:
         return
     cores = int(os.environ.get("JOBS") or os.cpu_count() or 1)
@@ -109,7 +113,7 @@ def _run_part(stage: str, part: Part, chosen: list[str], options: list[str], see
             *(sys.executable, "-m", "pytest", "-p", "tests.support.durations"),
             *("--durations-json", str(record), "-m", "not gpu and not battery and not alone"),
             *("-n", str(cores * part.per_core), "--dist", "loadfile", "--no-loadscope-reorder"),
-            *(f"--ignore={path}" for path in part.but if not _inside(path, tuple(paths))),
+            *(f"--ignore={path}" for path in part.but),
             *(paths or part.paths),
             *options,
         ],

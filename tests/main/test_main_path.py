@@ -30,7 +30,7 @@ from weightsync_client import Client, Way
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 _PROMPTS = ("hello world", "the quick brown fox", "a")
 
@@ -217,6 +217,8 @@ def _anonymous(pid: int) -> int:
     return 0
 
 
+# It counts descriptors and memory.
+@pytest.mark.alone
 def test_a_hundred_pushes_and_applies_leave_nothing_behind(site: Site) -> None:
     stub = site.server.stub
 

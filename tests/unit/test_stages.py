@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,7 @@ def _run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tests.stages", *arguments],
         cwd=tree,
+        env={**os.environ, "JOBS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.alone,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("whole"),
 ]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from weightsync.errors import WeightSyncError
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPTS = ("The quick brown", "Weights move from the trainer", "One two three four five")
 #: Sizes and ranks.

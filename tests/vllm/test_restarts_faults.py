@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # vLLM is started once per test.
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.alone,
     pytest.mark.battery,
     pytest.mark.timeout(900),
 ]

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.alone,
     pytest.mark.timeout(600),
 ]
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.alone,
     # A minute and a half; `make test` has the loader of a vLLM that stays awake.
     pytest.mark.battery,
     pytest.mark.timeout(600),

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.alone,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("whole"),
 ]

@@ -91,6 +91,7 @@ async def channel(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[grpc.aio.Cha
             "state_dir": Path(name) / "state",
             "metrics": "",
             "same_host": False,
+            "fetchers": 1,
             "max_pushes": 16,
             "slots": 16,
         }

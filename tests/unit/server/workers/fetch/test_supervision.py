@@ -271,6 +271,8 @@ async def test_waiting_tasks_are_refused_when_no_fetcher_can_be_started(
     assert await pool.digest(segment, shard) == digests
 
 
+# It counts the descriptors of a process that other tests use too.
+@pytest.mark.alone
 @pytest.mark.timeout(240)  # a second per restart where every core is taken
 async def test_a_hundred_restarts_leak_nothing(
     fill: Callable[..., Any], pool_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

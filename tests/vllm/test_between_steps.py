@@ -65,7 +65,7 @@ def folder() -> Iterator[Path]:
 
 def _start(folder: Path, rounds: Sequence[Sequence[Round]], limit_s: float) -> Pair:
     """Start both ranks, each with its own rounds."""
-    module = "tests.unit.vllm.worker.switching_rank"
+    module = "tests.vllm.switching_rank"
     environment = {**os.environ, failpoints.VARIABLE: "", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(

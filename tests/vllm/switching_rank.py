@@ -1,6 +1,6 @@
 """One of two ranks that switch between two steps: a process of its own in a real gloo group.
 
-Usage: python -m tests.unit.vllm.worker.switching_rank RANK FOLDER LIMIT_S ROUNDS
+Usage: python -m tests.vllm.switching_rank RANK FOLDER LIMIT_S ROUNDS
 ROUNDS is JSON, a list of [plan of failpoints, name of the call]. Each round switches to the version
 that is not live and prints one JSON line: the worker's reply, and the seed of what is live, 0 for a
 mixture. A rank that ends itself prints nothing for that round.
