@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +18,24 @@ if TYPE_CHECKING:
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_ROOT = Path(__file__).parents[1]
+
 #: Fixtures of the tests that start servers and engines, whichever stage they are in.
 pytest_plugins = ("tests.support.server_fixtures", "tests.support.vllm_fixtures")
+
+
+class _ByModule(LoadFileScheduling):
+    """Gives a worker a module at a time, or all of a folder that is a package: they share more."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        folder = Path(module).parent
+        return str(folder) if (_ROOT / folder / "__init__.py").exists() else module
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Schedule what `--dist loadfile` asks for."""
+    return _ByModule(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

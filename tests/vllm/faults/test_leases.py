@@ -1,6 +1,6 @@
 """A server that dies in the pause of a real vLLM, and what the end of its lease leaves behind.
 
-One vLLM for the module, with a real server beside it. The pause is taken by a process of its own,
+The pause is taken by a process of its own,
 by the client that the server uses, so that it can be killed in it and nothing else happens.
 """
 
@@ -10,20 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_site import FaultySite, running_site
+from tests.support.faulty_site import FaultySite
 from weightsync.v1 import weightsync_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("whole"),
+    pytest.mark.parametrize("shared_site", [(1, False)], ids=["tp1"], indirect=True),
 ]
 
 #: Of the pauses here, seconds.
@@ -48,12 +45,6 @@ async def main(address, end, lease_s, version):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[FaultySite]:
-    with running_site() as site:
-        yield site
 
 
 class _Order:

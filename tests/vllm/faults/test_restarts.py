@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_site import FaultySite, running_site
+from tests.support.faulty_site import FaultySite
 from weightsync.errors import Reason, WeightSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # vLLM is started once per test.
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.battery,
     pytest.mark.timeout(900),
+    pytest.mark.parametrize(
+        "shared_site", [(1, False), (2, False)], ids=["tp1", "tp2"], indirect=True
+    ),
 ]
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids="tp{}".format)
-def site(request: pytest.FixtureRequest) -> Iterator[FaultySite]:
-    with running_site(request.param) as site:
-        yield site
 
 
 @pytest.mark.parametrize(

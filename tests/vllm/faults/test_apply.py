@@ -1,8 +1,8 @@
 """Faults inside the apply of a real vLLM: the old version whole, the new one whole, or fenced.
 
-One vLLM for the module, with a real server beside it. Failpoints stand in the worker methods, the
-bridge and the server itself; one plan holds for all three. While they fail, vLLM is asked without
-a break, and every answer must be one of the two versions' or a refusal.
+Failpoints stand in the worker methods, the bridge and the server itself; one plan holds for all
+three. While they fail, vLLM is asked without a break, and every answer must be one of the two
+versions' or a refusal.
 """
 
 from __future__ import annotations
@@ -10,37 +10,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_site import LEASE_S, FaultySite, running_site
+from tests.support.faulty_site import LEASE_S, FaultySite
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("whole"),
 ]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((1, False), id="tp1"),
-        pytest.param((1, True), marks=pytest.mark.battery, id="tp1-patch"),
-        pytest.param((2, False), marks=pytest.mark.battery, id="tp2"),
-        pytest.param((2, True), marks=pytest.mark.battery, id="tp2-patch"),
-    ],
-)
-def site(request: pytest.FixtureRequest) -> Iterator[FaultySite]:
-    tp, alike = request.param
-    with running_site(tp, alike=alike) as site:
-        yield site
 
 
 def _apply(

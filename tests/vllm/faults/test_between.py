@@ -6,16 +6,11 @@ must be one of the two versions' or a refusal.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from tests.support.faulty_site import FaultySite, running_site
+from tests.support.faulty_site import FaultySite
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [
     pytest.mark.vllm,
@@ -24,20 +19,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((1, False), id="tp1"),
-        pytest.param((1, True), marks=pytest.mark.battery, id="tp1-patch"),
-        pytest.param((2, False), marks=pytest.mark.battery, id="tp2"),
-        pytest.param((2, True), marks=pytest.mark.battery, id="tp2-patch"),
-    ],
-)
-def site(request: pytest.FixtureRequest) -> Iterator[FaultySite]:
-    tp, alike = request.param
-    with running_site(tp, alike=alike) as site:
-        site.pause.mode = pb.PAUSE_MODE_BETWEEN_STEPS
-        yield site
+@pytest.fixture
+def site(site: FaultySite) -> FaultySite:
+    site.pause.mode = pb.PAUSE_MODE_BETWEEN_STEPS
+    return site
 
 
 def _tp(site: FaultySite) -> int:
