@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.processors import HAS_AMX, LACKS_AMX
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
+
+AMX = pytest.param("amx", marks=pytest.mark.skipif(not HAS_AMX, reason=LACKS_AMX))
 
 # A process of its own, because vLLM registers its operators and the switch changes vLLM for good.
 _PROGRAM = """
@@ -28,9 +32,11 @@ def reason(dtype, remove):
     return why_not_plain(torch.nn.ModuleDict({"lm_head": layer}))
 
 seen = {"linear": reason(torch.float32, True), "head": reason(torch.float32, False)}
+# Small ones of bfloat16 go to the sgl kernel where the processor has AMX.
+seen["amx"] = reason(torch.bfloat16, False)
 
 class Packed:
-    # Stands for the sgl kernel's operator, which needs AMX.
+    # Stands for that kernel's operator, which needs AMX.
     convert_weight_packed = staticmethod(lambda weight: weight.clone())
 
 real, utils.check_cpu_sgl_kernel = utils.check_cpu_sgl_kernel, lambda *a: True
@@ -40,6 +46,9 @@ torch.ops._C, utils.check_cpu_sgl_kernel = operators, real
 leave_linear_plain()
 seen["off"] = [reason(d, r) for d in (torch.float32, torch.bfloat16) for r in (True, False)]
 seen["untouched"] = why_not_plain(torch.nn.Linear(2, 2))
+torch.cpu._is_amx_tile_supported = lambda: True
+kinds = (torch.bfloat16, torch.int8)
+seen["sgl_takes"] = [str(kind) for kind in kinds if utils.check_cpu_sgl_kernel(64, 64, kind)]
 print(json.dumps(seen))
 """
 
@@ -54,7 +63,7 @@ def seen() -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("layer", ["linear", "head", "sgl"])
+@pytest.mark.parametrize("layer", ["linear", "head", "sgl", AMX])
 def test_repacked_layers_are_found(seen: dict[str, Any], layer: str) -> None:
     assert "repacked" in seen[layer]
     assert "lm_head" in seen[layer]
@@ -64,3 +73,8 @@ def test_repacked_layers_are_found(seen: dict[str, Any], layer: str) -> None:
 def test_with_the_switch_all_layers_are_plain(seen: dict[str, Any]) -> None:
     assert seen["off"] == ["", "", "", ""]
     assert seen["untouched"] == ""
+
+
+def test_the_switch_leaves_int8_to_the_kernel_whose_bytes_are_tensors(seen: dict[str, Any]) -> None:
+    # Whichever was imported first: the plugin, or the kernels that ask.
+    assert seen["sgl_takes"] == ["torch.int8"]

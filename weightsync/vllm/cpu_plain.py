@@ -28,7 +28,14 @@ def leave_linear_plain() -> None:
     layer_utils: Any = importlib.import_module(f"{_LAYERS}.utils")
     # The dispatcher takes the first of: sgl kernel, oneDNN, torch. Torch's reads the parameter.
     ops._supports_onednn = False  # noqa: SLF001
-    layer_utils.check_cpu_sgl_kernel = lambda *_, **__: False
+    check = layer_utils.check_cpu_sgl_kernel
+
+    def check_quantised(n: int, k: int, dtype: torch.dtype) -> bool:
+        # int8's kernels ask, too. With AMX they leave tensors, else what nobody can copy; which
+        # of the two must not depend on whether they were imported before this.
+        return dtype == torch.int8 and bool(check(n, k, dtype))
+
+    layer_utils.check_cpu_sgl_kernel = check_quantised
 
 
 def leave_experts_plain() -> None:
