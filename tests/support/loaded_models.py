@@ -17,13 +17,13 @@ from weightsync.model.manifest import ShardEntry
 from weightsync.vllm.plan.live_params import view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from weightsync.model.manifest import Layout
     from weightsync.vllm.plan.live_params import LiveParameters
     from weightsync.vllm.plan.load_plan import LoadPlan
 
-__all__ = ["Loader", "layout_of", "same", "tensors_of", "unlike", "write"]
+__all__ = ["Loader", "files_of", "layout_of", "same", "tensors_of", "unlike", "write"]
 
 
 class Loader:
@@ -69,14 +69,15 @@ class Loader:
         return model
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    yield from sorted(Path(folder).glob("*.safetensors"))
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint, in the order of its shards."""
+    return sorted(folder.glob("*.safetensors"))
 
 
 def layout_of(folder: Path) -> Layout:
     """Return the layout of a checkpoint."""
     shards, tensors = [], []
-    for index, file in enumerate(_files(folder)):
+    for index, file in enumerate(files_of(folder)):
         raw = file.read_bytes()
         size = int.from_bytes(raw[:8], "little")
         shards.append(ShardEntry(file.name, len(raw), size))
@@ -86,7 +87,7 @@ def layout_of(folder: Path) -> Layout:
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint."""
-    return {name: tensor for file in _files(folder) for name, tensor in load_file(file).items()}
+    return {name: tensor for file in files_of(folder) for name, tensor in load_file(file).items()}
 
 
 def unlike(plan: LoadPlan, live: LiveParameters, tensors: Mapping[str, torch.Tensor]) -> list[str]:

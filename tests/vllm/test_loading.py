@@ -1,4 +1,8 @@
-"""What vLLM's own loading makes of weights, and which models are refused because of it."""
+"""What vLLM's own loading makes of weights, and which models are refused because of it.
+
+The models are loaded as a rank loads them, and its loader, without an engine around them: by what
+vLLM chooses for this processor, and where that has AMX also by what it chooses for one without.
+"""
 
 from __future__ import annotations
 
@@ -10,78 +14,67 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.models import make_int4, make_int8
+from tests.support.processors import HAS_AMX, LACKS_AMX, NO_AMX
 from tests.support.vllm_server import cpu_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    Pair = tuple[Path, Path]
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-# A process of its own, because the plugin and vLLM's environment change it for good. The models are
-# loaded as a worker loads them, without an engine around them.
-_PROGRAM = """
-import json, sys, tempfile
-import torch
-from pathlib import Path
-from tests.support.loaded_models import Loader, layout_of, tensors_of, unlike
-from vllm.config import set_current_vllm_config
-from weightsync.vllm.plan.capture import capture_plan
-from weightsync.vllm.plan.live_params import LiveParameters
-from weightsync.vllm.plan.load_watch import check_complete, made_by_loading
-from weightsync.vllm.plan.in_place import why_not_plain
-from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.bridge.engine_cores import EngineCores
-from weightsync.vllm.bridge.support import config_refusals
-
-def refused(model, covered):
-    try:
-        check_complete(model, covered)
-    except PlanRefusedError as error:
-        return error.names
-    return []
-
-seen = {}
-loader = Loader(Path(tempfile.mktemp()))
-for arch, folder in json.loads(sys.argv[1]).items():
-    config = loader.config(folder)
-    with set_current_vllm_config(config):
-        model = loader.load(config)
-        live = LiveParameters(model)
-        plan, _ = capture_plan(model, live, layout_of(folder))
-    covered = [live.tensor(name) for name in plan.written]
-    found = {
-        "unlike": unlike(plan, live, tensors_of(folder)),
-        "refusals": config_refusals(config, EngineCores(None)), "plain": why_not_plain(model),
-        "made": len(made_by_loading(model)), "left": refused(model, covered),
-        "without_one": refused(model, [live.tensor(n) for n in plan.written if "norm" not in n]),
-    }
-    for module in model.modules():
-        if hasattr(module, "W_UV"):
-            weight = module.kv_b_proj.weight
-            found["shared"] = (
-                module.W_UV.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-            )
-            # As where the kernel wants another layout, or another dtype.
-            module.W_UV = torch.nn.Parameter(module.W_UV.clone(), requires_grad=False)
-    found["copied"] = refused(model, covered)
-    seen[arch] = found
-print(json.dumps(seen))
-"""
-
 DENSE = ("llama", "qwen3", "gemma2", "gemma3")
+_amx = pytest.param(True, id="amx", marks=pytest.mark.skipif(not HAS_AMX, reason=LACKS_AMX))
 
 
 @pytest.fixture(scope="module")
-def seen(checkpoint: Callable[..., Path]) -> dict[str, Any]:
-    # vLLM makes the group of expert parallel ranks only for a model with experts: that one first.
-    models = {
-        arch: str(checkpoint(arch, dtype="bfloat16", tied=arch.startswith("gemma")))
-        for arch in ("qwen3_moe", *DENSE, "deepseek_v2")
+def models(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Pair]:
+    """Return two checkpoints of each kind."""
+
+    def pair(arch: str) -> Pair:
+        tied = arch.startswith("gemma")
+        first, second = (
+            checkpoint(arch, dtype="bfloat16", tied=tied, seed=seed) for seed in (1, 2)
+        )
+        return first, second
+
+    root = tmp_path_factory.mktemp("quantised")
+    first, second = pair("qwen2")
+
+    def quantised(kind: str, make: Callable[..., Path], *how: str) -> Pair:
+        return make(first, root / f"{kind}1", *how), make(second, root / f"{kind}2", *how)
+
+    return {
+        # vLLM makes the group of expert parallel ranks only for a model with experts: that first.
+        **{arch: pair(arch) for arch in ("qwen3_moe", *DENSE, "deepseek_v2")},
+        "int8": quantised("int8", make_int8),
+        **{kind: quantised(kind, make_int4, kind) for kind in ("gptq", "awq")},
     }
+
+
+@pytest.fixture(scope="module", params=[_amx, pytest.param(False, id="no-amx")])
+def amx(request: pytest.FixtureRequest) -> bool:
+    """Return whether the processor is one with AMX."""
+    found: bool = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen(models: dict[str, Pair], run_dir: Path, amx: bool) -> dict[str, Any]:
+    order = {
+        "models": {name: [*map(str, pair)] for name, pair in models.items()},
+        "amx": amx,
+        "rendezvous": str(run_dir / f"meet-{amx}"),
+    }
+    # A process of its own, because the plugin and vLLM's environment change it for good.
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, json.dumps(models)],
-        env={**os.environ, **cpu_environment()},
+        [sys.executable, "-m", "tests.support.loaded_kinds", json.dumps(order)],
+        env={**os.environ, **cpu_environment(), **({} if amx else NO_AMX)},
         capture_output=True,
         text=True,
         timeout=280,
@@ -100,19 +93,52 @@ def test_ordinary_models_read_nothing_that_an_update_does_not_reach(
     assert found["refusals"] == []
     assert found["plain"] == ""
     assert found["made"] > 0
-    assert found["left"] == found["copied"] == []
+    assert found["why"] == ""
+    plan = found["plan"]
+    assert plan["copied"] == []
     # With the switch experts are plain too.
-    assert found["unlike"] == []
-    assert found["without_one"]
-    assert all("norm" in name for name in found["without_one"])
+    assert plan["unlike"] == plan["unlike_fresh"] == []
+    assert plan["without_norms"]
+    assert all("norm" in name for name in plan["without_norms"])
 
 
-def test_matrices_made_for_latent_attention_are_found_where_they_are_copies(
-    seen: dict[str, Any],
+def test_matrices_made_for_latent_attention_become_those_of_the_version(
+    seen: dict[str, Any], amx: bool
 ) -> None:
     found = seen["deepseek_v2"]
-    assert found["unlike"] == []
     assert found["refusals"] == [], "the proof at the start decides"
-    # Where vLLM computes from views of kv_b_proj, they change with it.
-    assert found["shared"] == (not found["left"])
-    assert [name.rsplit(".", 1)[-1] for name in found["copied"]] == ["W_UV"] * 2
+    if amx:
+        # vLLM packs them and lets go of the parameter that they come from.
+        assert "kv_b_proj.weight and emptied it" in found["plain"]
+        assert "kv_b_proj.weight" in found["why"]
+        packed = [
+            n for n in found["twin"]["names"] if n.endswith(("._w_uk_packed", "._w_uv_packed"))
+        ]
+        assert len(packed) == 2 * 2
+        assert found["twin"]["unlike"] == found["twin"]["unlike_fresh"] == []
+        return
+    assert (found["plain"], found["why"]) == ("", "")
+    assert found["plan"]["unlike"] == found["plan"]["unlike_fresh"] == []
+    # They are views of a parameter; copies would be found.
+    copied = [name.rsplit(".", 1)[-1] for name in found["plan"]["copied"]]
+    assert copied == ["W_UV"] * 2
+
+
+def test_int8_is_loaded_again_where_its_packed_bytes_are_tensors(
+    seen: dict[str, Any], amx: bool
+) -> None:
+    found, twin = seen["int8"], seen["int8"]["twin"]
+    assert found["why"]
+    if amx:
+        # Also in a process that had the plugin before vLLM's kernels.
+        assert (twin["refused"], twin["unlike"], twin["unlike_fresh"]) == ("", [], [])
+        return
+    assert "memory that cannot be copied" in twin["refused"]
+    assert all(name.endswith("handler_tensor") for name in twin["names"])
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_int4_is_loaded_again_whatever_it_is_packed_for(seen: dict[str, Any], kind: str) -> None:
+    found, twin = seen[kind], seen[kind]["twin"]
+    assert found["why"]
+    assert (twin["refused"], twin["unlike"], twin["unlike_fresh"]) == ("", [], [])
