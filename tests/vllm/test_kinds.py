@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from tests.support.models import make_checkpoint, make_int4, make_int8
+from tests.support.processors import HAS_AMX, LACKS_AMX, without_amx
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, EngineState, Transform
@@ -18,16 +18,26 @@ from weightsync_client import Client, EngineState, Transform
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from _pytest.mark import ParameterSet
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 _SERVING_S = 150.0
 
 
 class KindSite:
-    """Two checkpoints of a kind, and a vLLM with a server that started with the first."""
+    """Two checkpoints of a kind, and a vLLM with a server that started with the first.
 
-    def __init__(self, kind: str, sizes: dict[str, int], root: Path) -> None:
-        self.sizes, self.root = sizes, root
+    Args:
+        kind: What they are.
+        sizes: How many ranks vLLM has.
+        root: For all of it.
+        amx: Whether the processor is one with AMX.
+    """
+
+    def __init__(self, kind: str, sizes: dict[str, int], root: Path, *, amx: bool) -> None:
+        self.sizes, self.root, self.amx = sizes, root, amx
+        self.processor = {} if amx == HAS_AMX else without_amx(root / "plugins")
         self.plain = kind != "packed"
         self.dtype = "float32" if kind == "packed" else "bfloat16"
         arch = {"mla": "deepseek_v2"}.get(kind, "qwen2")
@@ -48,7 +58,7 @@ class KindSite:
             plain=self.plain,
             bridge=bridge,
             flags=["--worker-extension-cls", "tests.support.live_extension.LiveExtension"],
-            variables={"VLLM_SERVER_DEV_MODE": "1"},
+            variables={"VLLM_SERVER_DEV_MODE": "1", **self.processor},
         )
 
     def fresh(self, name: str) -> list[dict[str, str]]:
@@ -78,6 +88,12 @@ class KindSite:
                 assert time.monotonic() < deadline, engine
                 time.sleep(0.05)
 
+    def transforms(self) -> set[Transform]:
+        """Return what versions go through on their way to the ranks."""
+        with Client(self.server.address) as client:
+            (model,) = client.status().models
+        return {rank.transform for rank in model.engine.ranks}
+
     def stop(self) -> None:
         """Stop both."""
         try:
@@ -94,16 +110,31 @@ def _quantised(made: Path, kind: str) -> Path:
     return made
 
 
-def _named(value: tuple[str, dict[str, int]]) -> str:
-    kind, sizes = value
-    return f"{kind}-tp1" if not sizes else f"{kind}-" + "".join(f"{n}{s}" for n, s in sizes.items())
+def _site(
+    kind: str, *, amx: bool | None = None, battery: bool = False, **sizes: int
+) -> ParameterSet:
+    """Return a site to test with.
+
+    Args:
+        kind: Of the checkpoints.
+        amx: Whether the processor has AMX, where that decides what is seen; None: it does not.
+        battery: Whether CI leaves it out.
+        **sizes: How many ranks vLLM has.
+    """
+    marks = [pytest.mark.battery] if battery else []
+    if amx and not HAS_AMX:
+        marks.append(pytest.mark.skip(reason=LACKS_AMX))
+    ranks = "".join(f"{name}{size}" for name, size in sizes.items()) or "tp1"
+    about = {None: "", True: "-amx", False: "-no-amx"}[amx]
+    given = kind, sizes, HAS_AMX if amx is None else amx
+    return pytest.param(given, marks=marks, id=f"{kind}-{ranks}{about}")
 
 
 @pytest.fixture
 def site(request: pytest.FixtureRequest) -> Iterator[KindSite]:
-    kind, sizes = request.param
+    kind, sizes, amx = request.param
     with tempfile.TemporaryDirectory(prefix="wk-") as root:
-        site = KindSite(kind, sizes, Path(root))
+        site = KindSite(kind, sizes, Path(root), amx=amx)
         try:
             site.server.start()
             site.vllm.start()
@@ -128,56 +159,62 @@ def _becomes(site: KindSite) -> None:
 
 @pytest.mark.parametrize(
     "site",
-    [("mla", {}), pytest.param(("mla", {"tp": 2}), marks=pytest.mark.battery)],
-    ids=_named,
+    [
+        _site("mla", amx=True),
+        # Where it is a processor that has AMX, test_loading shows it for one that has none.
+        _site("mla", amx=False, battery=HAS_AMX),
+        *(_site("mla", amx=amx, battery=True, tp=2) for amx in (True, False)),
+    ],
     indirect=True,
 )
 def test_latent_attention_computes_from_what_was_pushed(site: KindSite) -> None:
-    assert site.settled()[0] is EngineState.SERVING
+    state, reason = site.settled()
+    assert state is EngineState.SERVING, reason
     (first, *_) = site.digests(site.vllm)
     # CPU vLLM answers one prompt in two ways: bytes are compared, not tokens.
-    assert any("W_UV" in name for name in first)
-    _becomes(site)
-
-
-@pytest.mark.parametrize(
-    "site",
-    [("int8", {}), pytest.param(("int8", {"tp": 2}), marks=pytest.mark.battery)],
-    ids=_named,
-    indirect=True,
-)
-def test_int8_is_served_where_its_packed_bytes_are_tensors(site: KindSite) -> None:
-    state, reason = site.settled()
-    if not torch.cpu._is_amx_tile_supported():
-        assert state is EngineState.FENCED
-        assert "memory that cannot be copied" in reason
-        assert "handler_tensor" in reason
-        return
-    assert state is EngineState.SERVING
+    made = "_w_uv_packed" if site.amx else "W_UV"
+    assert any(name.endswith(f".{made}") for name in first)
+    assert site.transforms() == {Transform.TWIN if site.amx else Transform.PLAN}
     _becomes(site)
 
 
 @pytest.mark.parametrize(
     "site",
     [
-        ("gptq", {}),
-        pytest.param(("gptq", {"tp": 2}), marks=pytest.mark.battery),
-        pytest.param(("gptq", {"dp": 2}), marks=pytest.mark.battery),
-        pytest.param(("awq", {}), marks=pytest.mark.battery),
+        *(_site("int8", amx=amx) for amx in (True, False)),
+        *(_site("int8", amx=amx, battery=True, tp=2) for amx in (True, False)),
     ],
-    ids=_named,
+    indirect=True,
+)
+def test_int8_is_served_where_its_packed_bytes_are_tensors(site: KindSite) -> None:
+    state, reason = site.settled()
+    if not site.amx:
+        assert state is EngineState.FENCED
+        assert "memory that cannot be copied" in reason
+        assert "handler_tensor" in reason
+        return
+    assert state is EngineState.SERVING, reason
+    _becomes(site)
+
+
+@pytest.mark.parametrize(
+    "site",
+    [
+        _site("gptq"),
+        _site("gptq", battery=True, tp=2),
+        _site("gptq", battery=True, dp=2),
+        _site("awq", battery=True),
+    ],
     indirect=True,
 )
 def test_int4_is_repacked_beside_generation(site: KindSite) -> None:
     state, reason = site.settled()
     assert state is EngineState.SERVING, reason
-    with Client(site.server.address) as client:
-        (model,) = client.status().models
-    assert {rank.transform for rank in model.engine.ranks} == {Transform.TWIN}
+    assert site.transforms() == {Transform.TWIN}
     _becomes(site)
 
 
-@pytest.mark.parametrize("site", [("packed", {})], ids=["packed-tp1"], indirect=True)
+@pytest.mark.parametrize("site", [_site("packed")], indirect=True)
 def test_what_lies_behind_handles_is_refused_with_what_prevents_it(site: KindSite) -> None:
     state, reason = site.settled()
     assert state is EngineState.FENCED
