@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from weightsync.delta.kernels import VARIABLE, native
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,6 +38,22 @@ class _ByModule(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     """Schedule what `--dist loadfile` asks for."""
     return _ByModule(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def _limit_kernels(best: str) -> None:
+    """Take this machine for one without better delta kernels, as another processor is."""
+    levels = native.levels
+
+    def limited() -> tuple[str, ...]:
+        found = levels()
+        return found[: ("plain", *found).index(best)]
+
+    native.levels = limited
+
+
+# Before modules of tests ask what there is. Processes that tests start choose by the same variable.
+if os.environ.get(VARIABLE):
+    _limit_kernels(os.environ[VARIABLE])
 
 
 @pytest.fixture(scope="session")

@@ -24,15 +24,30 @@ from weightsync_client.transport.copying.plain import PlainCopier
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from _pytest.mark import ParameterSet
+
     from weightsync_client.transport.copying import Copier
 
 _TEXT = np.random.default_rng(3).integers(0, 256, 300_000, np.uint8)
 _PAINT = 0xA5
 
-_LEVELS = [level for level in kernels.available() if level in {"avx2", "avx512"}]
-_levels = pytest.mark.parametrize("level", _LEVELS)
+_LEVELS = ("avx2", "avx512")
+
+
+def _at(level: str, given: object) -> ParameterSet:
+    """Return a parameter of a test that needs a level."""
+    reason = f"this machine has no {level} kernels"
+    lacks = pytest.mark.skipif(level not in kernels.available(), reason=reason)
+    return pytest.param(given, marks=lacks, id=level)
+
+
+_levels = pytest.mark.parametrize("level", [_at(level, level) for level in _LEVELS])
 _makers = pytest.mark.parametrize(
-    "make", [lambda _: PlainCopier(), *(partial(NativeCopier, level=level) for level in _LEVELS)]
+    "make",
+    [
+        pytest.param(lambda _: PlainCopier(), id="plain"),
+        *(_at(level, partial(NativeCopier, level=level)) for level in _LEVELS),
+    ],
 )
 
 
