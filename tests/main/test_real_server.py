@@ -1,4 +1,4 @@
-"""The client against a real server, over real links, with both kinds of store."""
+"""The client against real servers, over real links, with both kinds of store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.server_fixtures import RETRY, Relay
+from tests.support.server_fixtures import RETRY, Relay, every_kind, ingested
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import (
     AbortedError,
@@ -35,16 +35,18 @@ from weightsync_client import (
     WeightSyncError,
 )
 
-#: Version 1 is the engine's checkpoint, also before there is an engine.
-FIRST = 2
-
-
 def state(seed: int, count: int = 8, elements: int = 200_000) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         f"layers.{i}.weight": torch.randn(elements, generator=generator).to(torch.bfloat16)
         for i in range(count)
     }
+
+
+def newest(client: Client) -> int:
+    """Return the version that was pushed last, by whichever test, or the engine's checkpoint."""
+    # That has the number before there is an engine, too.
+    return max((version.version for version in client.versions()), default=1)
 
 
 def check_equal(client: Client, version: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -57,6 +59,7 @@ def check_equal(client: Client, version: int, tensors: dict[str, torch.Tensor]) 
         )
 
 
+@every_kind
 def test_pushes_come_back_bit_for_bit(
     client: Client, server: WeightSyncServer, tmp_path: Path
 ) -> None:
@@ -77,27 +80,30 @@ def test_pushes_come_back_bit_for_bit(
     assert info.metadata == {"step": "1"}
     assert info.durability is Durability.COMMITTED
     assert info.trainer_verified
-    assert [v.version for v in client.versions()] == [FIRST + 2, FIRST + 1, FIRST]
+    pushed = [third.version, second.version, first.version]
+    assert [v.version for v in client.versions()][:3] == pushed
+    assert pushed[0] == first.version + 2
 
 
 def test_iterables_become_deltas_and_fall_back_midway(client: Client) -> None:
-    tensors = state(2, elements=5_000_000)
-    client.push(iter(tensors.items()), shard_bytes=16 << 20)
+    tensors = state(2, elements=500_000)
+    client.push(iter(tensors.items()), shard_bytes=1600 << 10)
     tensors["layers.6.weight"][::100] += 1
-    second = client.push(iter(tensors.items()), shard_bytes=16 << 20)
+    second = client.push(iter(tensors.items()), shard_bytes=1600 << 10)
     assert second.kind is PushKind.DELTA
     check_equal(client, second.version, tensors)
     # The first tensors are on their way as a delta when the last one turns out to be another.
     tensors["layers.7.weight"] = tensors["layers.7.weight"].float()
-    third = client.push(iter(tensors.items()), shard_bytes=16 << 20)
+    third = client.push(iter(tensors.items()), shard_bytes=1600 << 10)
     assert (third.kind, third.fallback_reason) == (PushKind.FULL, Fallback.LAYOUT_CHANGED)
     check_equal(client, third.version, tensors)
     tensors["layers.0.weight"][::100] += 1
-    fourth = client.push(iter(tensors.items()), shard_bytes=16 << 20)
+    fourth = client.push(iter(tensors.items()), shard_bytes=1600 << 10)
     assert (fourth.kind, fourth.base_version) == (PushKind.DELTA, third.version)
     check_equal(client, fourth.version, tensors)
 
 
+@ingested
 def test_every_kind_of_tensor(client: Client) -> None:
     tensors: dict[str, torch.Tensor] = {
         "empty": torch.zeros(0, 7),
@@ -116,6 +122,7 @@ def test_every_kind_of_tensor(client: Client) -> None:
     check_equal(client, result.version, tensors)
 
 
+@ingested
 def test_37000_tensors(client: Client) -> None:
     values = torch.arange(37_000, dtype=torch.int32)
     result = client.push({f"model.layer.{i}": values[i : i + 1] for i in range(37_000)})
@@ -123,17 +130,20 @@ def test_37000_tensors(client: Client) -> None:
     assert sum(int(t.torch()) for t in client.tensors(result.version)) == int(values.sum())
 
 
+@every_kind
 def test_same_content_is_fine_other_content_is_not(client: Client) -> None:
-    first = client.push(state(1, 2), version=10)
-    again = client.push(state(1, 2), version=10)
+    version = newest(client) + 8
+    first = client.push(state(1, 2), version=version)
+    again = client.push(state(1, 2), version=version)
     assert (again.already, again.content_digest) == (True, first.content_digest)
     with pytest.raises(RefusedError) as caught:
-        client.push(state(2, 2), version=10)
+        client.push(state(2, 2), version=version)
     assert caught.value.reason is Reason.VERSION_CONFLICT
     with pytest.raises(RefusedError) as caught:
-        client.push(state(3, 2), version=9)
+        client.push(state(3, 2), version=version - 1)
     assert caught.value.reason is Reason.VERSION_NOT_ABOVE
-    assert [v.version for v in client.versions()] == [10]
+    listed = [v.version for v in client.versions()]
+    assert (listed[0], listed.count(version)) == (version, 1)
     assert client.status().models[0].pushes == ()
 
 
@@ -143,7 +153,8 @@ def test_a_stale_writer_is_refused(client: Client) -> None:
     with pytest.raises(RefusedError) as caught:
         client.push(state(1, 1), epoch=old)
     assert caught.value.reason is Reason.EPOCH_STALE
-    assert client.push(state(1, 1), epoch=new).version == FIRST
+    before = newest(client)
+    assert client.push(state(1, 1), epoch=new).version == before + 1
 
 
 def test_an_unknown_model_is_named(server: WeightSyncServer) -> None:
@@ -164,17 +175,17 @@ def test_apply_without_an_engine(client: Client) -> None:
     assert not client.health("serving")
 
 
-def test_the_command_says_how_to_unpin(file_server: WeightSyncServer) -> None:
-    with Client(file_server.address) as client:
-        client.push(state(1, 1))
-        client.pin(FIRST)
+def test_the_command_says_how_to_unpin(server: WeightSyncServer, client: Client) -> None:
+    version = client.push(state(1, 1)).version
+    client.pin(version)
     done = subprocess.run(
-        [sys.executable, "-m", "weightsync_client.cli", "delete", str(FIRST)],
-        env=os.environ | {"WEIGHTSYNC_ADDRESS": file_server.address},
+        [sys.executable, "-m", "weightsync_client.cli", "delete", str(version)],
+        env=os.environ | {"WEIGHTSYNC_ADDRESS": server.address},
         capture_output=True,
         text=True,
         check=False,
     )
+    client.pin(version, pinned=False)
     assert (done.returncode, "with `weightsync pin --undo`" in done.stderr) == (4, True)
 
 
@@ -192,25 +203,25 @@ def test_the_command_names_the_health_services(server: WeightSyncServer) -> None
     assert "'push' or 'serving'" in line
 
 
+@every_kind
 def test_pin_delete_watch(client: Client) -> None:
-    client.push(state(1, 1))
+    first = client.push(state(1, 1)).version
     watch = client.watch()
-    assert next(watch).version.version == FIRST
-    client.push(state(2, 1))
-    while (change := next(watch)).version.durability is not Durability.COMMITTED:
+    while not (seen := next(watch)).initial or seen.version.version != first:
         pass
-    assert change.version.version == FIRST + 1
-    assert client.pin(FIRST).pinned
+    second = client.push(state(2, 1)).version
+    committed = second, Durability.COMMITTED
+    while ((seen := next(watch).version).version, seen.durability) != committed:
+        pass
+    assert client.pin(first).pinned
     with pytest.raises(RefusedError):
-        client.delete(FIRST)
-    client.pin(FIRST, pinned=False)
-    client.delete(FIRST)
-    for change in watch:
-        if change.deleted:
-            break
-    assert change.version.version == FIRST
+        client.delete(first)
+    client.pin(first, pinned=False)
+    client.delete(first)
+    while not (seen := next(watch)).deleted or seen.version.version != first:
+        pass
     with pytest.raises(NotFoundError):
-        client.get_version(FIRST)
+        client.get_version(first)
     watch.close()
 
 
@@ -236,21 +247,22 @@ def test_a_cut_link_is_taken_up(relay: Relay, kind: str, streams: int, tmp_path:
 def test_a_cut_pull_is_taken_up(relay: Relay, tmp_path: Path) -> None:
     tensors = state(4, 12, 500_000)
     with Client(relay.address, retry=RETRY) as client:
-        client.push(tensors)
+        version = client.push(tensors).version
         relay.cut_after = [relay._passed + 3_000_000]
-        result = client.pull(tmp_path / "out", FIRST)
+        result = client.pull(tmp_path / "out", version)
         assert relay.cuts == 1
         loaded = load_file(result.files[0])
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 def test_an_abort_by_someone_else_ends_the_push(client: Client) -> None:
+    before = newest(client)
     gate = threading.Event()
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in state(5, 4).items():
             if name.startswith("layers.2"):
-                gate.wait(10)
+                gate.wait(60)
             yield name, tensor
 
     handle = client.push_async(tensors(), shard_bytes=400_000)
@@ -259,28 +271,31 @@ def test_an_abort_by_someone_else_ends_the_push(client: Client) -> None:
     client.abort(pushes[0].push_id)
     gate.set()
     with pytest.raises(WeightSyncError) as caught:
-        handle.committed.result(20)
+        handle.committed.result(60)
     assert caught.value.reason is Reason.PUSH_ABORTED
-    assert client.versions() == []
+    assert newest(client) == before
 
 
 def test_a_cancelled_push_leaves_nothing(client: Client) -> None:
-    gate = threading.Event()
+    before = newest(client)
+    reached, gate = threading.Event(), threading.Event()
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.zeros(1000)
-        gate.wait(10)
         yield "b", torch.zeros(1000)
+        reached.set()
+        gate.wait(60)
+        yield "c", torch.zeros(1000)
 
     handle = client.push_async(tensors(), shard_bytes=4000)
-    time.sleep(0.2)
+    assert reached.wait(60)
     handle.cancel()
     gate.set()
     with pytest.raises(AbortedError):
-        handle.committed.result(10)
+        handle.committed.result(60)
     status = client.status().models[0]
     assert status.pushes == ()
-    assert client.versions() == []
+    assert newest(client) == before
 
 
 def test_a_push_outlives_a_crash_of_the_server(file_server: WeightSyncServer) -> None:
@@ -294,55 +309,54 @@ def test_a_push_outlives_a_crash_of_the_server(file_server: WeightSyncServer) ->
             time.sleep(0.01)
 
     with Client(file_server.address, model="default", retry=RETRY) as client:
-        client.push(state(1, 1))
+        first = client.push(state(1, 1)).version
         handle = client.push_async(tensors, shard_bytes=4_000_000, on_progress=progress)
-        assert reached.wait(20)
+        assert reached.wait(60)
         file_server.kill()
         file_server.start()
-        result = handle.committed.result(40)
-        assert result.version == FIRST + 1
-        check_equal(client, FIRST + 1, tensors)
+        result = handle.committed.result(60)
+        assert result.version == first + 1
+        check_equal(client, result.version, tensors)
 
 
 def test_shards_in_the_store_are_what_was_pushed(
-    file_server: WeightSyncServer, tmp_path: Path
+    server: WeightSyncServer, client: Client, tmp_path: Path
 ) -> None:
     path = tmp_path / "w.safetensors"
     save_file(state(7), path, {"format": "pt"})
-    with Client(file_server.address) as client:
-        client.push(path)
-    (stored,) = file_server.state_dir.rglob("*.safetensors")
+    version = client.push(path).version
+    (stored,) = (server.state_dir / f"store/default/v{version}").glob("*.safetensors")
     assert stored.read_bytes() == path.read_bytes()
 
 
 def test_damage_in_the_store_is_data_loss(file_server: WeightSyncServer, tmp_path: Path) -> None:
     with Client(file_server.address, retry=RETRY) as client:
-        client.push(state(8, 1))
+        version = client.push(state(8, 1)).version
         (stored,) = file_server.state_dir.rglob("*.safetensors")
         data = bytearray(stored.read_bytes())
         data[-1] ^= 1
         stored.chmod(0o600)
         stored.write_bytes(data)
         # Where it still lies in memory, it is pulled from there, whole.
-        if client.get_version(FIRST).residency is Residency.STAGED:
-            assert len(client.pull(tmp_path / "whole", FIRST).files) == 1
+        if client.get_version(version).residency is Residency.STAGED:
+            assert len(client.pull(tmp_path / "whole", version).files) == 1
     file_server.stop()
     file_server.start()
     with (
         Client(file_server.address, retry=RETRY) as client,
         pytest.raises(DataError),
     ):
-        client.pull(tmp_path / "out", FIRST)
+        client.pull(tmp_path / "out", version)
     assert not (tmp_path / "out").exists()
 
 
+@ingested
 async def test_asyncio(server: WeightSyncServer, tmp_path: Path) -> None:
     tensors = state(9, 4)
     async with AsyncClient(server.address) as client:
         pushed = await client.push(tensors, streams=2, shard_bytes=400_000)
-        assert pushed.version == FIRST
-        result = await client.pull(tmp_path / "out", FIRST)
-        names = [t.name async for t in client.tensors(FIRST)]
+        result = await client.pull(tmp_path / "out", pushed.version)
+        names = [t.name async for t in client.tensors(pushed.version)]
         assert names == list(tensors)
         assert len(result.files) == 4
         assert (await client.versions())[0].content_digest == pushed.content_digest
@@ -365,17 +379,17 @@ def test_the_command(server: WeightSyncServer, tmp_path: Path) -> None:
     save_file(state(10, 2), path)
     pushed = run("push", path, "--json")
     assert (pushed.returncode, pushed.stderr) == (0, "")
-    assert json.loads(pushed.stdout)["version"] == FIRST
+    version = json.loads(pushed.stdout)["version"]
     assert run("status", "--exit-code", "--service", "push").returncode == 0
     assert run("status", "--exit-code", "--service", "serving").returncode == 5
     assert json.loads(run("versions", "--json").stdout)[0]["tensor_count"] == 2
-    assert run("pull", tmp_path / "out", FIRST).returncode == 0
+    assert run("pull", tmp_path / "out", version).returncode == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == path.read_bytes()
     assert run("apply").returncode == 5
-    assert run("pull", tmp_path / "none", "9").returncode == 3
+    assert run("pull", tmp_path / "none", version + 9).returncode == 3
     assert run("versions", "--model", "nobody").returncode == 3
     other = tmp_path / "other.safetensors"
     save_file({"x": torch.from_numpy(np.ones(3))}, other)
-    refused = run("push", other, "--version", FIRST)
+    refused = run("push", other, "--version", version)
     assert refused.returncode == 4
     assert refused.stderr.count("\n") == 1

@@ -20,7 +20,7 @@ import pytest
 from torch.multiprocessing.spawn import spawn
 
 from tests.matrix.sharded_ranks import FORMS, RANKS, TRAINED, run, whole_model
-from tests.support.server_fixtures import RETRY, Relay
+from tests.support.server_fixtures import RETRY, Relay, every_kind
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync_client import (
     AbortedError,
@@ -82,9 +82,11 @@ def together(server: WeightSyncServer, sources: list[dict[str, Any]], key: str) 
         return list(pool.map(one, range(len(sources))))
 
 
+@every_kind
 @pytest.mark.parametrize("along", [0, 1])
 def test_what_a_caller_describes_is_put_together(server: WeightSyncServer, along: int) -> None:
-    results = together(server, [part(1, writer, 4, along=along) for writer in range(4)], "a/1")
+    parts = [part(1, writer, 4, along=along) for writer in range(4)]
+    results = together(server, parts, f"a/{along}")
     (version,) = {result.version for result in results}
     assert sum(result.sent_bytes for result in results) == ROWS * COLUMNS * 4 + COLUMNS * 4
     with Client(server.address, retry=RETRY) as client:
@@ -95,6 +97,7 @@ def test_what_a_caller_describes_is_put_together(server: WeightSyncServer, along
         assert whole.content_digest == results[0].content_digest
 
 
+@every_kind
 def test_a_cut_link_is_taken_up(server: WeightSyncServer, relay: Relay) -> None:
     relay.cut_after.append(9_000)
     with ThreadPoolExecutor(1) as pool:

@@ -1,21 +1,31 @@
-"""Real servers, without an engine, and a link that can be cut."""
+"""Real servers without an engine, which the tests of a module share, and a link that can be cut."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.weightsync_server import WeightSyncServer
+from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync_client import Client, Retry
 
 RETRY = Retry(attempts=10, initial_s=0.05, max_s=1.0)
+
+
+#: Store and ingest processes of the servers that tests share.
+_KINDS = {"memory": ("memory://", 0), "file": ("", 0), "ingest": ("", 2)}
+
+#: For a test of what may depend on where versions are kept, or on the way that they take in.
+every_kind = pytest.mark.parametrize("server", _KINDS, indirect=True)
+#: For a test whose push goes through an ingest process.
+ingested = pytest.mark.parametrize("server", ["ingest"], indirect=True)
 
 
 @pytest.fixture
@@ -26,19 +36,37 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.fixture(params=[("memory://", 0), ("", 0), ("", 2)], ids=["memory", "file", "ingest"])
-def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[WeightSyncServer]:
-    store, ingest = request.param
-    server = WeightSyncServer(
-        folder / "run", folder / "state", store=store, flags=("--slots", "4"), ingest=ingest
-    )
-    server.start()
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Callable[[str], WeightSyncServer]]:
+    """Return what gives the module's server of a kind, which its first test starts."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(kind: str) -> WeightSyncServer:
+            store, ingest = _KINDS[kind]
+            server = short_server(store=store, flags=("--slots", "4"), ingest=ingest)
+            return stack.enter_context(server)
+
+        yield start
+
+
+@pytest.fixture
+def server(
+    request: pytest.FixtureRequest, servers: Callable[[str], WeightSyncServer]
+) -> Iterator[WeightSyncServer]:
+    """A server without an engine that has versions of other tests, and no push."""
+    server = servers(getattr(request, "param", "file"))
     yield server
-    server.stop()
+    with Client(server.address, model="default", retry=RETRY) as client:
+        status = client.status()
+        for push in status.models[0].pushes:
+            client.abort(push.push_id)
+        assert not any(status.invariant_violations.values())
 
 
 @pytest.fixture
 def file_server(folder: Path) -> Iterator[WeightSyncServer]:
+    """A server of this test alone, which may kill it."""
     server = WeightSyncServer(folder / "run", folder / "state")
     server.start()
     yield server
