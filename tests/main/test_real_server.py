@@ -35,6 +35,7 @@ from weightsync_client import (
     WeightSyncError,
 )
 
+
 def state(seed: int, count: int = 8, elements: int = 200_000) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -1,0 +1,168 @@
+"""Trainers that write an engine's parameters in place, in processes that are forked.
+
+What they import takes a process seconds; these have it from the server that they are forked from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from weightsync_client import Client, ClientError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerProcess
+    from pathlib import Path
+
+    from weightsync_client.attach import Attached
+    from weightsync_client.attach.written_boxes import WrittenBox
+
+__all__ = ["RANKS", "joint_update", "stopped_trainer"]
+
+#: Processes of a joint update.
+RANKS = 2
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
+_END_S = 90.0
+
+
+def joint_update(
+    address: str, folder: Path, content: dict[str, torch.Tensor], how: str
+) -> list[str]:
+    """Return what two processes tell that have parts of tensors served.
+
+    Args:
+        address: Of the server, for trainers.
+        folder: Empty; where they find each other.
+        content: What they have together.
+        how: "shards": each has half of each tensor; "replica": both have all of b; "background":
+            twice in the background. Or what goes wrong in the second process: "missing": it has no
+            b; "fails": an error when it has written; "changes": its tensors while it writes;
+            "dies": it ends when it has written.
+    """
+    with contextlib.ExitStack() as stack:
+        meeting = (folder / "ranks").as_uri()
+        forked = [
+            stack.enter_context(_forked(_rank, address, meeting, rank, content, how))
+            for rank in range(RANKS)
+        ]
+        told = [_told(end) for _, end in forked]
+        for process, _ in forked:
+            process.join(_END_S)
+            assert process.exitcode is not None, "a process does not end"
+        return told
+
+
+@contextlib.contextmanager
+def stopped_trainer(address: str, lease_s: float, phase: str) -> Iterator[ForkServerProcess]:
+    """Run a trainer that has written, and stands still for ever.
+
+    Args:
+        address: Of the server, for trainers.
+        lease_s: Of its transaction.
+        phase: Where: while it is `open`, or before the push of what is `live`.
+    """
+    with _forked(_stop, address, lease_s, phase) as (process, end):
+        assert _told(end) == "written"
+        yield process
+
+
+@contextlib.contextmanager
+def _forked(
+    work: Callable[..., None], *arguments: Any
+) -> Iterator[tuple[ForkServerProcess, Connection]]:
+    """Run a process until the block ends, with the end of a pipe that it tells something by."""
+    near, far = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=work, args=(far, *arguments), daemon=True)
+    process.start()
+    far.close()
+    try:
+        yield process, near
+    finally:
+        process.kill()
+        process.join()
+        near.close()
+
+
+def _told(end: Connection) -> str:
+    """Return what a process tells, or nothing where it has ended before."""
+    assert end.poll(_END_S), "a process neither tells anything nor ends"
+    with contextlib.suppress(EOFError):
+        return str(end.recv())
+    return ""
+
+
+def _rank(
+    end: Connection,
+    address: str,
+    meeting: str,
+    rank: int,
+    content: dict[str, torch.Tensor],
+    how: str,
+) -> None:
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    tensors: dict[str, Any] = {
+        name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in content.items()
+    }
+    if how == "replica":
+        tensors["b"] = distribute_tensor(content["b"], mesh, [Replicate()])
+    if how == "missing" and rank:
+        del tensors["b"]
+    with Client(address) as client, client.attach() as attached, contextlib.ExitStack() as stack:
+        if rank:
+            stack.enter_context(_wrong(attached, how))
+        try:
+            for _ in range(2 if how == "background" else 1):
+                done = attached.update(tensors, background=how == "background")
+            report = done.result()
+        except (ClientError, ZeroDivisionError, RuntimeError) as error:
+            end.send(f"{type(error).__name__} {error}")
+        else:
+            assert report is not None
+            end.send(f"version {report.version} {attached.version}")
+
+
+@contextlib.contextmanager
+def _wrong(attached: Attached, how: str) -> Iterator[None]:
+    """Let something go wrong in this process."""
+    check = attached.check_written
+
+    def change(places: Sequence[WrittenBox]) -> None:
+        if how == "dies":
+            os._exit(3)
+        places[0].source.add_(1)
+        check(places)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "fails":
+            patch.setattr(attached, "settle", lambda: 1 / 0)
+        if how in {"changes", "dies"}:
+            patch.setattr(attached, "check_written", change)
+        yield
+
+
+def _stop(end: Connection, address: str, lease_s: float, phase: str) -> None:
+    def stop(*_: object, **__: object) -> None:
+        end.send("written")
+        time.sleep(600)
+
+    with Client(address) as client, client.attach() as attached:
+        if phase == "live":
+            object.__setattr__(attached._writing, "push", stop)
+        with attached.transaction(lease_s=lease_s):
+            for box in attached.boxes["w"]:
+                box.view.fill_(-1)
+            if phase == "open":
+                stop()
