@@ -117,11 +117,12 @@ def test_a_damaged_journal_gives_its_last_good_record(
         if damage == "torn":
             data = whole[:cut]
         elif damage == "garbage":
+            # A byte of it may be the end of a line that alone was missing.
             data = whole[:cut] + os.urandom(100)
         else:
             data = whole[:cut] + bytes(max(0, len(whole) - cut))
         path.write_bytes(data)
-        good = sum(end <= cut for end in ends) - 1
+        good = sum(data.startswith(whole[:end]) for end in ends) - 1
         again = JournalFile(path)
         assert Journal(again).live[0] == good
         # It goes on from there, and what is written now is found again.
