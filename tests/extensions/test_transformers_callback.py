@@ -130,14 +130,15 @@ def _trainer(folder: Path, *callbacks: TrainerCallback, **arguments: Any) -> Tra
 def test_a_resumed_run_makes_no_second_version_of_a_step(
     address: str, tmp_path: Path, *, apply: bool
 ) -> None:
-    def callback() -> WeightSyncCallback:
-        return WeightSyncCallback(address, every=2, apply=apply and {"pause": "keep"})
+    def callback(server: Client | str) -> WeightSyncCallback:
+        return WeightSyncCallback(server, every=2, apply=apply and {"pause": "keep"})
 
-    with pytest.raises(RuntimeError, match="crash"):
-        _trainer(tmp_path, callback(), _Crash()).train()
+    # A client of the callback's own is closed when training has ended, which a crash keeps from it.
+    with Client(address) as client, pytest.raises(RuntimeError, match="crash"):
+        _trainer(tmp_path, callback(client), _Crash()).train()
     before = [(2, "2"), (3, "4"), (4, "6")]
     assert _committed(address) == before
-    _trainer(tmp_path, callback()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    _trainer(tmp_path, callback(address)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     with Client(address) as client:
         live = client.status().models[0].live_version
     if apply:
