@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from weightsync_client import (
     TrainerState,
     TrainEvent,
     TrainProgress,
+    TrainStatus,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +55,16 @@ def _until(true: Callable[[], object], seconds: float = 30.0) -> None:
 
 
 class _Site:
-    """A server with an engine of two ranks for tests, and a trainer."""
+    """A server with an engine of two ranks for tests, and a trainer.
+
+    Attributes:
+        first: The version that a test begins with, the newest; its content is `_tensors(0)`.
+        before: What the trainer has done when a test begins.
+    """
+
+    first = 1
+    before: TrainStatus
+    _logged = 0
 
     def __init__(self, folder: Path, trainer: str, *flags: str, memory: bool = True) -> None:
         (folder / "model").mkdir()
@@ -80,6 +91,33 @@ class _Site:
     def start(self) -> None:
         self.server.start()
         self.server.wait_serving(_START_S)
+
+    def prepare(self) -> None:
+        """Have a version live as it was at first, and a trainer without a job."""
+        process = self.server.process
+        if process is None or process.poll() is not None:
+            self.server.kill()
+            self.start()
+        status = self.client.train_status()
+        for job in filter(None, (*status.queued_job_ids, status.running_job_id)):
+            self.client.cancel_train(job)
+        self.ready()
+        self.first = self.client.push(_tensors(0)).version
+        self.client.apply(self.first)
+        self.before = self.client.train_status()
+        self._logged = len(self.server.log)
+
+    @property
+    def log(self) -> str:
+        """What the server has printed since the test began."""
+        return self.server.log[self._logged :]
+
+    def done(self) -> TrainStatus:
+        """Return the status, with what the trainer has done since the test began."""
+        status = self.client.train_status()
+        counts = ("finished", "failed", "cancelled", "restarts")
+        since = {name: getattr(status, name) - getattr(self.before, name) for name in counts}
+        return replace(status, **since)
 
     def wait(self, *states: TrainerState) -> None:
         """Wait until the trainer stands so."""
@@ -109,9 +147,14 @@ class _Site:
         assert caught.value.reason is reason, caught.value
         return caught.value
 
-    def holds(self, version: int, number: float) -> None:
-        """Check that a version is served, which has this number more than the checkpoint."""
-        assert self.server.wait_serving(_START_S).live_version == version
+    def holds(self, after: int, number: float) -> None:
+        """Check what is served.
+
+        Args:
+            after: By how much its version is above the first.
+            number: What its content has more than the checkpoint.
+        """
+        assert self.server.wait_serving(_START_S).live_version == self.first + after
         assert self.client.verify().verified
         assert not any(self.client.status().invariant_violations.values())
         content = {tensor.name: tensor.torch() for tensor in self.client.tensors()}
@@ -134,32 +177,39 @@ def _site(trainer: str, *flags: str) -> Iterator[_Site]:
             site.close()
 
 
-@pytest.fixture
-def site() -> Iterator[_Site]:
-    flags = ("--trainer-queue=1", "--trainer-grace-s=0.5", "--trainer-silence-s=3")
+@pytest.fixture(scope="module")
+def shared_site() -> Iterator[_Site]:
+    flags = ("--trainer-queue=1", "--trainer-grace-s=2", "--trainer-silence-s=3")
     with _site(_ADDING, *flags) as site:
         yield site
+
+
+@pytest.fixture
+def site(shared_site: _Site) -> _Site:
+    shared_site.prepare()
+    return shared_site
 
 
 def test_a_job_changes_what_is_live(site: _Site) -> None:
     queued, started, *steps, finished = site.train(steps=2)
     assert (queued.event, queued.ahead) == (TrainEvent.QUEUED, 0)
-    assert (started.event, started.version) == (TrainEvent.STARTED, 1)
-    assert [(s.step, s.version) for s in steps] == [(0, 2), (1, 3)]
+    assert (started.event, started.version) == (TrainEvent.STARTED, site.first)
+    assert [(s.step, s.version - site.first) for s in steps] == [(0, 1), (1, 2)]
     assert [(s.loss, s.tokens) for s in steps] == [(1.0, 4), (2.0, 4)]
-    assert (finished.event, finished.version, finished.step) == (TrainEvent.FINISHED, 3, 2)
-    site.holds(3, 20)
+    last = site.first + 2
+    assert (finished.event, finished.version, finished.step) == (TrainEvent.FINISHED, last, 2)
+    site.holds(2, 20)
     # One that commits nothing goes on from there; what it forks has no voice.
     _, started, step, finished = site.train(quiet=0, fork="after")
-    assert (started.version, step.version, step.loss, finished.version) == (3, 0, 3.0, 3)
-    _until(lambda: "has come back from the trainer's class" in site.server.log)
+    assert (started.version, step.version, step.loss, finished.version) == (last, 0, 3.0, last)
+    _until(lambda: "has come back from the trainer's class" in site.log)
     *_, finished = site.train(fork="inside")
-    assert finished.version == 4
-    site.holds(4, 30)
-    _until(lambda: site.server.log.count("has come back from the trainer's class") == 2)
-    status = site.client.train_status()
+    assert finished.version == last + 1
+    site.holds(3, 30)
+    _until(lambda: site.log.count("has come back from the trainer's class") == 2)
+    status = site.done()
     assert (status.state, status.finished, status.failed) == (TrainerState.READY, 3, 0)
-    assert (status.state_version, status.reason, status.restarts) == (4, "", 0)
+    assert (status.state_version, status.reason, status.restarts) == (last + 1, "", 0)
     socket = site.folder / "run/trainer.sock"
     assert socket.stat().st_mode & 0o777 == 0o600
     environment = Path(f"/proc/{status.pid}/environ").read_bytes()
@@ -190,52 +240,53 @@ def test_jobs_wait_for_their_turn_up_to_a_bound(site: _Site) -> None:
         site.client.cancel_train(running)
     assert caught.value.reason is Reason.JOB_UNKNOWN
     # It has looked at its event: nothing was to be started anew.
-    status = site.client.train_status()
+    status = site.done()
     assert (status.cancelled, status.restarts) == (2, 0)
-    site.holds(1, 0)
+    site.holds(0, 0)
 
 
 def test_a_caller_that_leaves_has_cancelled_its_job(site: _Site) -> None:
     _, events = site.begin(steps=1000, wait_s=0.05)
     next(events)
     events.close()
-    _until(lambda: site.client.train_status().cancelled == 1)
+    _until(lambda: site.done().cancelled == 1)
     site.wait(TrainerState.READY)
-    live = site.client.get_version().version
-    assert live >= 2
-    site.holds(live, 10 * (live - 1))
+    steps = site.client.get_version().version - site.first
+    assert steps >= 1
+    site.holds(steps, 10 * steps)
 
 
 def test_one_that_does_not_end_when_it_is_cancelled_is_ended(site: _Site) -> None:
     job, events = site.begin(hang="inside")
-    _until(lambda: "it hangs inside" in site.server.log)
+    _until(lambda: "it hangs inside" in site.log)
     site.client.cancel_train(job)
     with pytest.raises(ClientError) as caught:
         list(events)
     assert caught.value.reason is Reason.CANCELLED
-    site.holds(1, 0)
+    site.holds(0, 0)
     site.ready()
     assert "did not end a job within" in site.client.train_status().reason
-    assert site.train()[-1].version == 2
-    status = site.client.train_status()
+    assert site.train()[-1].version == site.first + 1
+    status = site.done()
     assert (status.restarts, status.reason) == (1, "")
-    assert "did not end a job within" in site.server.log
-    site.holds(2, 10)
+    assert "did not end a job within" in site.log
+    site.holds(1, 10)
 
 
-@pytest.mark.parametrize(("place", "live"), [("before", 1), ("inside", 1), ("after", 2)])
+@pytest.mark.parametrize(("place", "steps"), [("before", 0), ("inside", 0), ("after", 1)])
 def test_what_the_class_raises_is_told_and_changes_nothing(
-    site: _Site, place: str, live: int
+    site: _Site, place: str, steps: int
 ) -> None:
     error = site.refused(Reason.TRAINER_FAILED, **{"raise": place})
     assert f"raised ArithmeticError: diverged {place} the transaction" in error.message
     assert "adding_trainer.py" in error.metadata["traceback"]
-    assert error.metadata.get("version") == (str(live) if live > 1 else None)
-    site.holds(live, 10 * (live - 1))
+    live = site.first + steps
+    assert error.metadata.get("version") == (str(live) if steps else None)
+    site.holds(steps, 10 * steps)
     _, started, step, finished = site.train()
     # The state that it raised in is of no use any more.
     assert (started.version, step.loss, finished.version) == (live, 1.0, live + 1)
-    assert site.client.train_status().restarts == 0
+    assert site.done().restarts == 0
 
 
 def test_what_is_refused_in_a_transaction_is_told_with_its_cause(site: _Site) -> None:
@@ -249,35 +300,35 @@ def test_what_is_refused_in_a_transaction_is_told_with_its_cause(site: _Site) ->
 def test_a_trainer_that_dies_in_a_transaction_is_started_again(site: _Site) -> None:
     pid = site.ready()
     _, events = site.begin(hang="inside")
-    _until(lambda: "it hangs inside" in site.server.log)
+    _until(lambda: "it hangs inside" in site.log)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ClientError) as caught:
         list(events)
     assert caught.value.reason is Reason.TRAINER_AWAY
     assert f"trainer {pid} was ended by SIGKILL" in caught.value.message
-    site.holds(1, 0)
+    site.holds(0, 0)
     assert site.ready() != pid
-    assert site.client.train_status().restarts == 1
+    assert site.done().restarts == 1
     # What it had committed, and told nobody of.
     error = site.refused(Reason.TRAINER_AWAY, leave="after")
-    assert "ended with status 7; version 2 is live" in error.message
-    site.holds(2, 10)
+    assert f"ended with status 7; version {site.first + 1} is live" in error.message
+    site.holds(1, 10)
 
 
 def test_a_trainer_that_is_frozen_past_its_lease_is_ended(site: _Site) -> None:
     pid = site.ready()
-    _, events = site.begin(hang="inside", lease_s=0.5)
-    _until(lambda: "it hangs inside" in site.server.log)
+    _, events = site.begin(hang="inside", lease_s=1.0)
+    _until(lambda: "it hangs inside" in site.log)
     os.kill(pid, signal.SIGSTOP)
-    _until(lambda: "the trainer was silent for 0.5 s" in site.server.log)
+    _until(lambda: "the trainer was silent for 1 s" in site.log)
     with pytest.raises(ClientError) as caught:
         list(events)
     assert caught.value.reason is Reason.TRAINER_AWAY
     assert "did not answer for" in caught.value.message
     assert state(pid) == ""
-    site.holds(1, 0)
+    site.holds(0, 0)
     site.train()
-    site.holds(2, 10)
+    site.holds(1, 10)
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
@@ -303,7 +354,7 @@ def test_no_trainer_outlives_the_server(site: _Site, end: str) -> None:
     assert failed
     if end == "stop":
         assert failed[0].reason is Reason.SHUTTING_DOWN
-        assert f"job {job} cancelled" in site.server.log
+        assert f"job {job} cancelled" in site.log
     _until(lambda: state(pid) in ("", "Z"), 5)
 
 
@@ -331,7 +382,7 @@ def test_a_class_that_cannot_be_used_is_told_in_a_sentence(
         assert sentence in status.reason
         assert "\n" not in status.reason
         assert status.pid == 0
-        site.holds(1, 0)
+        site.holds(0, 0)
 
 
 def test_jobs_do_not_wait_for_a_class_that_cannot_be_used_until_it_can() -> None:
@@ -359,27 +410,29 @@ def _began(events: list[TrainProgress]) -> tuple[int, float | None]:
 
 
 def test_the_state_of_the_optimizer_goes_with_the_version(site: _Site) -> None:
+    first = site.first
     for count in (1, 2, 3):
-        assert _began(site.train()) == (count, float(count))
+        assert _began(site.train()) == (first + count - 1, float(count))
     # Gone back: what it had counted by then.
     site.client.rollback()
-    assert _began(site.train()) == (3, 3.0)
-    assert "with the state of version 3" in site.server.log
-    assert site.client.train_status().state_version == 5
+    assert _began(site.train()) == (first + 2, 3.0)
+    assert f"with the state of version {first + 2}" in site.log
+    assert site.client.train_status().state_version == first + 4
     # Another one's version: from the beginning.
     site.client.apply(site.client.push(_tensors(100)).version)
-    assert _began(site.train()) == (6, 1.0)
-    assert site.server.log.count("with an optimizer that begins anew") == 2
+    assert _began(site.train()) == (first + 5, 1.0)
+    assert site.log.count("with an optimizer that begins anew") == 2
     # A new process has it still.
     os.kill(site.ready(), signal.SIGKILL)
-    _until(lambda: site.client.train_status().restarts == 1)
-    assert _began(site.train()) == (7, 2.0)
+    _until(lambda: site.done().restarts == 1)
+    assert _began(site.train()) == (first + 6, 2.0)
     # And a new server.
     site.server.kill()
     site.start()
-    assert _began(site.train()) == (8, 3.0)
-    kept = {path.name.partition("-")[0] for path in (site.folder / "state/trainer").iterdir()}
-    assert kept == {"2", "3", "4", "5", "7", "8", "9"}
+    assert _began(site.train()) == (first + 7, 3.0)
+    folders = (site.folder / "state/trainer").iterdir()
+    kept = {int(path.name.partition("-")[0]) - first for path in folders}
+    assert {number for number in kept if number >= 0} == {1, 2, 3, 4, 6, 7, 8}
 
 
 def test_a_checkpoint_is_what_is_live(site: _Site) -> None:
@@ -388,7 +441,7 @@ def test_a_checkpoint_is_what_is_live(site: _Site) -> None:
     # It has waited for the job.
     assert [event.event for event in events][-1] is TrainEvent.FINISHED
     folder = site.folder / "checkpoints/first"
-    assert (done.version, done.path) == (4, str(folder))
+    assert (done.version, done.path) == (site.first + 3, str(folder))
     found = load_file(folder / "model.safetensors")
     assert found.keys() == _tensors(0).keys()
     for name, tensor in _tensors(30).items():
@@ -410,7 +463,7 @@ def test_what_was_written_outside_a_transaction_has_the_trainer_begin_anew(site:
     with site.client.attach() as attached:
         _until(lambda: site.client.get_version().live_check is LiveCheck.PASSED)
         attached.boxes["b"][0].view.fill_(-1)
-    _until(lambda: site.client.train_status().restarts == 1)
+    _until(lambda: site.done().restarts == 1)
     assert "outside a transaction" in site.client.train_status().reason
     assert site.ready() != pid
 
@@ -429,14 +482,14 @@ def test_an_engine_that_starts_anew_has_a_new_trainer() -> None:
             with memory_bridge(folder / "run", checkpoint, made):
                 site.start()
                 site.train()
-                site.holds(2, 10)
+                site.holds(1, 10)
             # Without waiting for an engine: whoever has the memory of one that is gone lets it go.
             _until(lambda: site.client.train_status().state is TrainerState.STARTING)
             assert "does not serve a version" in site.client.train_status().reason
             waiting = site.client.train({})
             with memory_bridge(folder / "run", checkpoint, made):
                 assert [event.event for event in waiting][-1] is TrainEvent.FINISHED
-                site.holds(3, 20)
+                site.holds(2, 20)
         finally:
             site.close()
 

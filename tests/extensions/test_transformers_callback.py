@@ -138,7 +138,9 @@ def test_a_resumed_run_makes_no_second_version_of_a_step(
         _trainer(tmp_path, callback(client), _Crash()).train()
     before = [(2, "2"), (3, "4"), (4, "6")]
     assert _committed(address) == before
-    _trainer(tmp_path, callback(address)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    _trainer(tmp_path, callback(address)).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+    )
     with Client(address) as client:
         live = client.status().models[0].live_version
     if apply:
