@@ -114,21 +114,20 @@ class _Site:
         served = self.client.tensors(model.live_version)
         return model.live_version, {tensor.name: tensor.torch() for tensor in served}
 
-    def versions(self) -> list[int]:
-        return sorted(version.version for version in self.client.versions())
+
+@pytest.fixture(scope="module")
+def shared_site() -> Iterator[_Site]:
+    with tempfile.TemporaryDirectory(prefix="wsh") as name, _Site(Path(name)) as made:
+        yield made
 
 
 @pytest.fixture
-def site(folder: Path) -> Iterator[_Site]:
-    with _Site(folder) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[_Site]:
-    """A server on which every test leaves version 1 live, or what it says."""
-    with tempfile.TemporaryDirectory(prefix="wsh") as name, _Site(Path(name)) as made:
-        yield made
+def site(shared_site: _Site) -> Iterator[_Site]:
+    """A server that serves whatever other tests have left; each takes steps of its own."""
+    yield shared_site
+    for push in shared_site.client.status().models[0].pushes:
+        shared_site.client.abort(push.push_id)
+    shared_site.http.post("/resume")
 
 
 def _equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
@@ -156,37 +155,38 @@ async def _as_prime_rl(url: str, weight_dir: Path, headers: Mapping[str, str]) -
 
 
 def test_the_sequence_of_prime_rl(site: _Site) -> None:
+    live, versions = site.live()[0], []
     for number in (2, 3):
         weight_dir = site.step(number)
         paused, updated, resumed = asyncio.run(_as_prime_rl(site.url, weight_dir, {}))
         assert paused["status"] == "deferred"
         assert updated["status"] == "ok"
-        assert updated["previous_version"] == updated["version"] - 1
+        assert updated["previous_version"] == live < updated["version"]
         assert updated["pause_mode"] == "keep"
         assert resumed["status"] == "resumed"
-        version, served = site.live()
-        assert version == updated["version"]
+        live, served = site.live()
+        assert live == updated["version"]
+        versions.append(live)
         assert _equal(served, _tensors(number))
         proof = site.client.verify()
         assert proof.verified
         assert proof.content_digest == updated["content_digest"]
-    assert site.client.rollback().report.version == 2
+    assert site.client.rollback().report.version == versions[0]
 
 
-def test_a_folder_without_index_and_a_large_shard(site: _Site) -> None:
+def test_a_folder_without_index_and_a_large_shard(folder: Path) -> None:
+    made = _Site(folder)
     # More than one block, and of a size that no block divides.
-    site.server.stop()
     big = torch.arange(9_000_001, dtype=torch.float32)
-    save_file({"w": big}, site.folder / "model.safetensors")
-    site.server.start()
-    site.server.wait_serving()
-    weight_dir = site.folder / "broadcasts/a/b/c"
-    weight_dir.mkdir(parents=True)
-    save_file({"w": big + 1}, weight_dir / "model.safetensors")
-    reply = site.post(weight_dir)
-    assert reply.status_code == 200, reply.text
-    _, served = site.live()
-    assert torch.equal(served["w"], big + 1)
+    save_file({"w": big}, folder / "model.safetensors")
+    with made as site:
+        weight_dir = folder / "broadcasts/a/b/c"
+        weight_dir.mkdir(parents=True)
+        save_file({"w": big + 1}, weight_dir / "model.safetensors")
+        reply = site.post(weight_dir)
+        assert reply.status_code == 200, reply.text
+        _, served = site.live()
+        assert torch.equal(served["w"], big + 1)
 
 
 def _cut(folder: Path) -> None:
@@ -261,25 +261,26 @@ def _other_shape(folder: Path) -> None:
     ],
 )
 def test_a_damaged_folder_is_one_sentence_and_changes_nothing(
-    shared: _Site, damage: Any, sentence: str
+    site: _Site, damage: Any, sentence: str
 ) -> None:
-    before = shared.client.status().models[0].live_content_digest
+    before = site.client.status().models[0].live_content_digest
     name = f"damaged{damage.__name__}"
-    weight_dir = _write(shared.folder / "broadcasts" / name, _tensors(3))
+    weight_dir = _write(site.folder / "broadcasts" / name, _tensors(3))
     damage(weight_dir)
-    reply = shared.post(weight_dir)
+    reply = site.post(weight_dir)
     assert 400 <= reply.status_code < 500, reply.text
     assert sentence in reply.json()["error"]
-    assert shared.client.status().models[0].live_content_digest == before
-    assert not shared.client.status().models[0].pushes
-    assert shared.client.verify().verified
+    assert site.client.status().models[0].live_content_digest == before
+    assert not site.client.status().models[0].pushes
+    assert site.client.verify().verified
 
 
 def test_tensors_of_another_model_are_refused(site: _Site) -> None:
-    reply = site.post(site.step(2, {"other": torch.zeros(3), "b": _tensors(2)["b"]}))
+    live = site.live()[0]
+    reply = site.post(site.step(4, {"other": torch.zeros(3), "b": _tensors(2)["b"]}))
     assert reply.status_code == 409
     assert "other" in reply.json()["error"]
-    assert site.live()[0] == 1
+    assert site.live()[0] == live
 
 
 def _occupy(site: _Site) -> str:
@@ -296,7 +297,7 @@ def _wait_for_pushes(site: _Site, count: int) -> None:
 
 
 def test_one_folder_at_a_time_and_the_same_one_joins(site: _Site) -> None:
-    first, other = site.step(2), site.step(3)
+    first, other = site.step(5), site.step(6)
     push_id = _occupy(site)
     with ThreadPoolExecutor() as pool:
         begun = pool.submit(site.post, first)
@@ -312,11 +313,11 @@ def test_one_folder_at_a_time_and_the_same_one_joins(site: _Site) -> None:
             # It came when the first had ended, and is an update of its own.
             assert joined.result().json()["version"] == begun.result().json()["version"] + 1
     assert site.post(other).status_code == 200
-    assert _equal(site.live()[1], _tensors(3))
+    assert _equal(site.live()[1], _tensors(6))
 
 
 def test_a_folder_that_was_written_again_does_not_join(site: _Site) -> None:
-    folder = site.step(2)
+    folder = site.step(7)
     push_id = _occupy(site)
     with ThreadPoolExecutor() as pool:
         begun = pool.submit(site.post, folder)
@@ -332,21 +333,22 @@ def test_a_folder_that_was_written_again_does_not_join(site: _Site) -> None:
 
 def test_who_leaves_changes_nothing(site: _Site) -> None:
     push_id = _occupy(site)
+    weight_dir, timeout = site.step(8), httpx.Timeout(30, read=1)
     with pytest.raises(httpx.ReadTimeout):
-        site.http.post("/update_weights", json={"weight_dir": str(site.step(2))}, timeout=1)
+        site.http.post("/update_weights", json={"weight_dir": str(weight_dir)}, timeout=timeout)
     _wait_for_pushes(site, 2)
     site.server.stub.AbortPush(pb.AbortPushRequest(push_id=push_id), timeout=10)
     end = time.monotonic() + 30
-    while not _equal(site.live()[1], _tensors(2)):
+    while not _equal(site.live()[1], _tensors(8)):
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
 def test_a_push_of_somebody_else_goes_on_meanwhile(site: _Site) -> None:
-    pushed = site.client.push(_tensors(7))
-    updated = site.post(site.step(2)).json()
+    pushed = site.client.push(_tensors(19))
+    updated = site.post(site.step(9)).json()
     assert updated["version"] == pushed.version + 1
-    assert site.client.push(_tensors(8)).version == updated["version"] + 1
+    assert site.client.push(_tensors(20)).version == updated["version"] + 1
 
 
 def test_a_stop_ends_an_update_that_waits(folder: Path) -> None:
@@ -364,26 +366,26 @@ def test_a_stop_ends_an_update_that_waits(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "clear", "pause"),
+    ("mode", "clear", "pause", "step"),
     [
-        ("keep", "false", ("keep", "keep")),
-        ("abort", "true", ("abort", "recompute")),
-        ("wait", "1", ("wait", "recompute")),
+        ("keep", "false", ("keep", "keep"), 10),
+        ("abort", "true", ("abort", "recompute"), 12),
+        ("wait", "1", ("wait", "recompute"), 14),
     ],
 )
 def test_a_pause_says_how_the_update_stops_generation(
-    site: _Site, mode: str, clear: str, pause: tuple[str, str]
+    site: _Site, mode: str, clear: str, pause: tuple[str, str], step: int
 ) -> None:
     params = {"mode": mode, "clear_cache": clear, "timeout_s": "30"}
     kept = site.http.post("/pause", params=params).json()
     assert (kept["timeout_s"], kept["is_paused"]) == (30.0, False)
     assert site.http.get("/is_paused").json() == {"is_paused": False}
     assert site.http.get("/health").json() == {"status": "serving"}
-    updated = site.post(site.step(2)).json()
+    updated = site.post(site.step(step)).json()
     assert (updated["pause_mode"], updated["cache"]) == pause
     for _ in range(2):
         assert site.http.post("/resume").json()["status"] == "resumed"
-    updated = site.post(site.step(3)).json()
+    updated = site.post(site.step(step + 1)).json()
     assert (updated["pause_mode"], updated["cache"]) == ("keep", "recompute")
 
 
@@ -414,27 +416,27 @@ def test_a_pause_says_how_the_update_stops_generation(
     ],
 )
 def test_what_is_wrong_is_one_sentence(
-    shared: _Site, method: str, path: str, content: bytes, status: int
+    site: _Site, method: str, path: str, content: bytes, status: int
 ) -> None:
-    reply = shared.http.request(
-        method, httpx.URL(shared.url).copy_with(raw_path=path.encode()), content=content
+    reply = site.http.request(
+        method, httpx.URL(site.url).copy_with(raw_path=path.encode()), content=content
     )
     assert reply.status_code == status
     assert set(reply.json()) == {"error", "reason"}
     if status == 405:
         assert reply.headers["allow"] in ("GET", "POST")
-    assert shared.http.head("/health").status_code == 200
-    assert not shared.client.status().models[0].pushes
+    assert site.http.head("/health").status_code == 200
+    assert not site.client.status().models[0].pushes
 
 
-def test_a_page_in_a_browser_is_not_answered(shared: _Site) -> None:
-    before = shared.client.status().models[0].live_version
-    weight_dir = _write(shared.folder / "broadcasts/page", _tensors(2))
+def test_a_page_in_a_browser_is_not_answered(site: _Site) -> None:
+    before = site.client.status().models[0].live_version
+    weight_dir = _write(site.folder / "broadcasts/page", _tensors(2))
     body = json.dumps({"weight_dir": str(weight_dir)})
     headers = {"Origin": "https://example.org", "Content-Type": "text/plain"}
-    reply = shared.http.post("/update_weights", content=body, headers=headers)
+    reply = site.http.post("/update_weights", content=body, headers=headers)
     assert reply.status_code == 403
-    assert shared.live()[0] == before
+    assert site.live()[0] == before
 
 
 def test_health_tells_why_not(folder: Path) -> None:
