@@ -34,6 +34,7 @@ import ctypes
 import gc
 import json
 import math
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -55,7 +56,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import report
 from benchmarks.servers import rss_anon, weightsync_server
@@ -64,7 +65,6 @@ from weightsync_client import Client, PushKind, PushResult, Way
 __all__ = ["main"]
 
 _RANKS = 4
-_BLOCKS = 100
 _HIDDEN = 1024
 #: Knuth's multiplier: its products spread over all 32 bits.
 _HASH = -1640531527
@@ -83,10 +83,15 @@ def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="bytes per push (default 1024 MiB)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default 3)")
+    parser.add_argument("--blocks", type=int, default=100, help="of three tensors (default 100)")
+    parser.add_argument(
+        "--forms", nargs="+", choices=_FORMS, default=list(_FORMS), help="default: all"
+    )
     options = parser.parse_args()
+    size = _Size(options.mib, options.blocks)
     parameters = {
-        "bytes": _nbytes(options.mib),
-        "tensors": 3 * _BLOCKS,
+        "bytes": size.nbytes,
+        "tensors": 3 * size.blocks,
         "ranks": _RANKS,
         "rounds": options.rounds,
         "store": "memory://",
@@ -94,23 +99,27 @@ def main() -> None:
     }
     samples: dict[str, list[float]] = {}
     facts: dict[str, Any] = {"wanted_at_most_extra_bytes": _EXTRA_BYTES}
-    for form in _FORMS:
+    for form in options.forms:
         prefix = "" if form == "fsdp2" else f"{form}_"
-        found, told = _measure(form, options.mib, options.rounds)
+        found, told = _measure(form, size, options.rounds)
         samples |= {prefix + name: values for name, values in found.items()}
         facts |= {prefix + name: value for name, value in told.items()}
     report.emit("sharded", parameters, samples, facts, as_json=options.json)
 
 
 def _measure(
-    form: str, mib: int, rounds: int
+    form: str, size: _Size, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, int | float | bool]]:
     """Return samples and facts of one form, from processes and a server of its own."""
     with tempfile.TemporaryDirectory(prefix="ws-bench-") as folder:
         address = f"unix:{folder}/push.sock"
         with weightsync_server(Path(folder), [address]):
-            arguments = (folder, address, form, mib, rounds)
-            spawn(_rank, arguments, nprocs=_RANKS)  # type: ignore[no-untyped-call] # torch's
+            arguments = (folder, address, form, size, rounds)
+            # They begin as copies of a process that has imported all this, and done nothing else.
+            multiprocessing.set_forkserver_preload(["benchmarks.sharded"])
+            start_processes(  # type: ignore[no-untyped-call] # torch's
+                _rank, arguments, nprocs=_RANKS, start_method="forkserver"
+            )
         told = json.loads(_result(folder).read_text())
     found, delta = [_Round(**line) for line in told["rounds"]], _Delta(**told["delta"])
     counted = found[_WARM_UP:]
@@ -133,6 +142,28 @@ def _measure(
         and delta.equal,
     }
     return samples, facts
+
+
+class _Size(NamedTuple):
+    """Of the model.
+
+    Attributes:
+        mib: At least so large, MiB.
+        blocks: So many, of three tensors each.
+    """
+
+    mib: int
+    blocks: int
+
+    @property
+    def inner(self) -> int:
+        """Rows of a layer: a multiple of four, so that every mesh shards it evenly."""
+        words = (self.mib << 20) // 2 // self.blocks
+        return max(4, 4 * math.ceil(words / (2 * _HIDDEN) / 4))
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.blocks * _HIDDEN * (2 * self.inner + 1)
 
 
 class _Round(NamedTuple):
@@ -177,7 +208,7 @@ def _result(folder: str) -> Path:
     return Path(folder, "rounds.json")
 
 
-def _rank(rank: int, folder: str, address: str, form: str, mib: int, rounds: int) -> None:
+def _rank(rank: int, folder: str, address: str, form: str, size: _Size, rounds: int) -> None:
     """Take part in all rounds; rank 0 writes down what it found."""
     # Gloo tells on standard output who is connected; that is the report's.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -186,7 +217,7 @@ def _rank(rank: int, folder: str, address: str, form: str, mib: int, rounds: int
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=_RANKS)
     with Client(address) as client:
-        trainer = _Trainer(client, _FORMS[form](mib), _nbytes(mib))
+        trainer = _Trainer(client, _FORMS[form](size), size.nbytes)
         # What making the model left free would hide growth.
         ctypes.CDLL(None).malloc_trim(0)
         gc.disable()
@@ -340,22 +371,12 @@ class _Block(torch.nn.Module):
         self.down = torch.nn.Linear(inner, _HIDDEN, bias=False)
 
 
-def _inner(mib: int) -> int:
-    # A multiple of four: every mesh shards it evenly.
-    words = (mib << 20) // 2 // _BLOCKS
-    return max(4, 4 * math.ceil(words / (2 * _HIDDEN) / 4))
-
-
-def _nbytes(mib: int) -> int:
-    return 2 * _BLOCKS * _HIDDEN * (2 * _inner(mib) + 1)
-
-
-def _sharded(mib: int, shard: Callable[[torch.nn.Module], object]) -> torch.nn.Module:
+def _sharded(size: _Size, shard: Callable[[torch.nn.Module], object]) -> torch.nn.Module:
     """Return a model that was sharded block by block, so that no rank ever holds all of it."""
     blocks = []
-    for number in range(_BLOCKS):
+    for number in range(size.blocks):
         with torch.device("meta"):
-            block = _Block(_inner(mib)).bfloat16()
+            block = _Block(size.inner).bfloat16()
         block.to_empty(device="cpu")
         for place, parameter in enumerate(block.parameters()):
             words = parameter.detach().view(torch.int16).view(-1)
@@ -368,28 +389,28 @@ def _sharded(mib: int, shard: Callable[[torch.nn.Module], object]) -> torch.nn.M
     return torch.nn.ModuleList(blocks)
 
 
-def _fsdp2(mib: int) -> torch.nn.Module:
+def _fsdp2(size: _Size) -> torch.nn.Module:
     mesh = init_device_mesh("cpu", (_RANKS,))
-    return _sharded(mib, lambda block: fully_shard(block, mesh=mesh))
+    return _sharded(size, lambda block: fully_shard(block, mesh=mesh))
 
 
-def _hsdp(mib: int) -> torch.nn.Module:
+def _hsdp(size: _Size) -> torch.nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    return _sharded(mib, lambda block: fully_shard(block, mesh=mesh))
+    return _sharded(size, lambda block: fully_shard(block, mesh=mesh))
 
 
-def _fsdp_tp(mib: int) -> torch.nn.Module:
+def _fsdp_tp(size: _Size) -> torch.nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
     def shard(block: torch.nn.Module) -> None:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         fully_shard(parallelize_module(block, mesh["tensor"], plan), mesh=mesh["data"])
 
-    return _sharded(mib, shard)
+    return _sharded(size, shard)
 
 
 #: By the names that figures have.
-_FORMS: dict[str, Callable[[int], torch.nn.Module]] = {
+_FORMS: dict[str, Callable[[_Size], torch.nn.Module]] = {
     "fsdp2": _fsdp2,
     "hsdp": _hsdp,
     "fsdp_tp": _fsdp_tp,

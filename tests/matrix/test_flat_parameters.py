@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file
-from torch.multiprocessing.spawn import spawn
 
 from tests.matrix.flat_ranks import FSDP1, RANKS, ZERO3, run
+from tests.support.ranks import run_ranks
 from tests.support.server_fixtures import RETRY
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, Reason
 
-# Each rank imports PyTorch anew, seconds of a processor that others may need as well.
+# Ranks need seconds of a processor that others may need as well.
 pytestmark = pytest.mark.timeout(180)
 
 zero3 = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def flat_server() -> Iterator[WeightSyncServer]:
 
 def ranks_of(kind: str, server: WeightSyncServer) -> Iterator[Ranks]:
     folder = Path(tempfile.mkdtemp(prefix="wsr"))
-    spawn(run, (kind, str(folder), server.address), nprocs=RANKS)  # type: ignore[no-untyped-call] # torch's
+    run_ranks(run, RANKS, kind, str(folder), server.address)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     yield Ranks(server, folder, found)
     shutil.rmtree(folder)

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.multiprocessing.spawn import spawn
 
 from tests.matrix.sharded_ranks import FORMS, RANKS, TRAINED, run, whole_model
+from tests.support.ranks import run_ranks
 from tests.support.server_fixtures import RETRY, Relay, every_kind
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync_client import (
@@ -32,7 +32,7 @@ from weightsync_client import (
     Way,
 )
 
-# Each rank imports PyTorch anew, seconds of a processor that others may need as well.
+# Ranks need seconds of a processor that others may need as well.
 pytestmark = pytest.mark.timeout(180)
 
 ROWS, COLUMNS = 64, 96
@@ -141,7 +141,7 @@ def compare(server: WeightSyncServer, seed: int, result: Any) -> None:
 @pytest.fixture(name="ranks", scope="module")
 def _ranks(short_server: WeightSyncServer) -> list[dict[str, Any]]:
     folder = Path(tempfile.mkdtemp(prefix="wsr"))
-    spawn(run, (str(folder), short_server.address), nprocs=RANKS)  # type: ignore[no-untyped-call] # torch's
+    run_ranks(run, RANKS, str(folder), short_server.address)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     shutil.rmtree(folder)
     return found
