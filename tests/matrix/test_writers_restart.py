@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.server_fixtures import RETRY
-from tests.support.weightsync_server import WeightSyncServer
+from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import AbortedError, Client, ClientError, PushResult, ShardedTensor
 from weightsync_client.types import PushKind
@@ -74,7 +76,7 @@ class Pushing:
     ) -> Pushing:
         """Begin; the last process stands still after so many bytes."""
         self.stop = Stop(after)
-        self._options = {"idempotency_key": "run/1", "writers": WRITERS, **options}
+        self._options = {"idempotency_key": secrets.token_hex(4), "writers": WRITERS, **options}
         self.waiting = [
             self._pool.submit(self._push, writer, strips(whole, writer, along))
             for writer in range(WRITERS)
@@ -125,13 +127,47 @@ def restarted(server: WeightSyncServer, pushing: Pushing) -> list[Any]:
     return pushing.results()
 
 
-@pytest.mark.parametrize("along", [0, 1])
-@pytest.mark.parametrize("same_host", ["never", "auto"])
-@pytest.mark.parametrize("ingest", [0, 2])
-def test_it_goes_on_where_it_was(folder: Path, same_host: str, along: int, ingest: int) -> None:
-    flags = ("--same-host",) if same_host == "auto" else ()
-    server = WeightSyncServer(folder / "run", folder / "state", flags=flags, ingest=ingest)
-    server.start()
+@pytest.fixture(scope="module")
+def plain() -> Iterator[WeightSyncServer]:
+    with short_server(flags=("--same-host", "--slots", "3"), ingest=0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ingest() -> Iterator[WeightSyncServer]:
+    with short_server(flags=("--same-host", "--slots", "3"), ingest=2) as server:
+        yield server
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> WeightSyncServer:
+    found: WeightSyncServer = request.getfixturevalue(request.param)
+    assert found.process is not None
+    if found.process.poll() is not None:
+        # A test failed that had killed it.
+        found.start()
+    return found
+
+
+on_plain = pytest.mark.parametrize("server", ["plain"], indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("server", "same_host", "along"),
+    [
+        # Each two of these meet.
+        ("plain", "never", 0),
+        ("plain", "auto", 1),
+        ("ingest", "never", 1),
+        ("ingest", "auto", 0),
+        pytest.param("plain", "never", 1, marks=pytest.mark.battery),
+        pytest.param("plain", "auto", 0, marks=pytest.mark.battery),
+        pytest.param("ingest", "never", 0, marks=pytest.mark.battery),
+        pytest.param("ingest", "auto", 1, marks=pytest.mark.battery),
+    ],
+    indirect=["server"],
+)
+def test_it_goes_on_where_it_was(server: WeightSyncServer, same_host: str, along: int) -> None:
     whole = state(1)
     pushing = Pushing(server).begin(whole, same_host=same_host, along=along)
     try:
@@ -148,11 +184,11 @@ def test_it_goes_on_where_it_was(folder: Path, same_host: str, along: int, inges
         assert sent <= (2 * SHARDS - 2) * SHARD_BYTES
     finally:
         pushing.close()
-        server.stop()
 
 
 def test_one_that_does_not_come_back_ends_it_for_all(folder: Path) -> None:
-    variables = {"WEIGHTSYNC_PUSH_WRITER_TIMEOUT_S": "2"}
+    # Within it the others come back, who ask once a second.
+    variables = {"WEIGHTSYNC_PUSH_WRITER_TIMEOUT_S": "5"}
     server = WeightSyncServer(folder / "run", folder / "state", variables=variables)
     server.start()
     pushing = Pushing(server).begin(state(2))
@@ -178,43 +214,49 @@ def test_one_that_does_not_come_back_ends_it_for_all(folder: Path) -> None:
         server.stop()
 
 
-@pytest.mark.parametrize(("store", "partial"), [("memory://", False), ("", True)])
-def test_what_is_not_kept_begins_again(folder: Path, store: str, partial: bool) -> None:
-    server = WeightSyncServer(folder / "run", folder / "state", store=store)
+def test_what_is_not_kept_begins_again(folder: Path) -> None:
+    server = WeightSyncServer(folder / "run", folder / "state", store="memory://")
     server.start()
-    whole = state(3)
-    options: dict[str, Any] = {}
+    try:
+        begins_again(server, state(3), {})
+    finally:
+        server.stop()
+
+
+@on_plain
+def test_what_is_pushed_in_part_begins_again(server: WeightSyncServer) -> None:
+    frozen = {"frozen": state(3)["layer.0"]}
     with Client(server.address, retry=RETRY) as client:
-        if partial:
-            base = client.push(whole | {"frozen": whole["layer.0"]}, delta="never")
-            options = {"partial": True, "base": base.version}
-            whole = state(4)
-    pushing = Pushing(server).begin(whole, **options)
+        base = client.push(state(3) | frozen, delta="never")
+    begins_again(server, state(4), frozen, partial=True, base=base.version)
+
+
+def begins_again(
+    server: WeightSyncServer, whole: dict[str, Matrix], kept: dict[str, Matrix], **options: Any
+) -> None:
+    pushing = Pushing(server).begin(whole, same_host="never", **options)
     try:
         assert pushing.stop.reached.wait(30)
         for result in (results := restarted(server, pushing)):
             assert isinstance(result, PushResult), results
-        everything = whole | ({"frozen": state(3)["layer.0"]} if partial else {})
         with Client(server.address, retry=RETRY) as client:
-            unsharded = client.push(everything, delta="never")
+            unsharded = client.push(whole | kept, delta="never")
         assert {result.content_digest for result in results} == {unsharded.content_digest}
     finally:
         pushing.close()
-        server.stop()
 
 
-def test_changes_go_whole_where_the_base_has_left_memory(folder: Path) -> None:
-    server = WeightSyncServer(folder / "run", folder / "state", flags=("--slots", "3"))
-    server.start()
+@on_plain
+def test_changes_go_whole_where_the_base_has_left_memory(server: WeightSyncServer) -> None:
     pushing = Pushing(server)
     whole = state(5)
+    streamed: dict[str, Any] = {"same_host": "never", "delta": "auto"}
     try:
-        first = pushing.begin(whole, after=1 << 40, delta="auto").results()
+        first = pushing.begin(whole, after=1 << 40, **streamed).results()
         assert all(isinstance(result, PushResult) for result in first), first
         for tensor in whole.values():
             tensor[::7, ::11] += 1
-        options: dict[str, Any] = {"delta": "auto", "chunk_bytes": 400, "idempotency_key": "run/2"}
-        pushing.begin(whole, after=1, **options)
+        pushing.begin(whole, after=1, chunk_bytes=400, **streamed)
         assert pushing.stop.reached.wait(30)
         for result in (results := restarted(server, pushing)):
             assert isinstance(result, PushResult), results
@@ -224,4 +266,3 @@ def test_changes_go_whole_where_the_base_has_left_memory(folder: Path) -> None:
         assert {result.content_digest for result in results} == {unsharded.content_digest}
     finally:
         pushing.close()
-        server.stop()
