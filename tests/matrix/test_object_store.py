@@ -192,12 +192,12 @@ def test_a_server_survives_a_store_that_throttles(folder: Path, bucket: ObjectSe
         proxy.fault = lambda number, _method, _path: (
             Fault.THROTTLE if number % 3 == 1 else Fault.NONE
         )
-        with _served(folder / "a", store, bucket, port=proxy.port, size=4 << 20) as client:
-            pushed = client.push(_tensors(2, 4 << 20))
+        with _served(folder / "a", store, bucket, port=proxy.port, size=1 << 20) as client:
+            pushed = client.push(_tensors(2, 1 << 20))
             client.apply(pushed.version)
         assert proxy.met[Fault.THROTTLE] > 10
-    with _served(folder / "b", store, bucket, size=4 << 20) as client:
-        assert _equal(_pulled(client, pushed.version), _tensors(2, 4 << 20))
+    with _served(folder / "b", store, bucket, size=1 << 20) as client:
+        assert _equal(_pulled(client, pushed.version), _tensors(2, 1 << 20))
 
 
 def test_a_store_that_is_not_there_is_one_sentence(folder: Path, bucket: ObjectServer) -> None:

@@ -91,6 +91,16 @@ class Etcd:
                 self._commands[number], stdout=log, stderr=log, cwd=self._folder
             )
 
+    def mend(self) -> None:
+        """Start what was killed, let what is frozen go on, and wait until all know a leader."""
+        for number, running in enumerate(self._running):
+            if running is None:
+                self.start(number)
+            else:
+                self.signal(number, signal.SIGCONT)
+        for number in range(len(self._running)):
+            self.wait(number)
+
     def wait(self, number: int) -> None:
         """Wait until a member knows a leader."""
         end = time.monotonic() + _START_S
