@@ -107,7 +107,7 @@ class App:
         self._settings = settings
         self._engine_args = tuple(engine_args)
         self._stack = contextlib.AsyncExitStack()
-        self._drain_s = settings.drain_timeout_s
+        self._drained_by = 0.0
         self._doors: Listeners
         self._nodes: NodeGroup
         self.addresses: list[str] = []
@@ -131,11 +131,17 @@ class App:
         """Let calls finish, then stop everything.
 
         Args:
-            drain_s: Seconds that calls get, and then an apply; by default the drain timeout.
+            drain_s: Seconds that calls get at most; by default the drain timeout.
         """
-        if drain_s is not None:
-            self._drain_s = min(drain_s, self._drain_s)
+        longest_s = self._settings.drain_timeout_s
+        seconds = longest_s if drain_s is None else min(drain_s, longest_s)
+        self._drained_by = asyncio.get_running_loop().time() + seconds
         await self._stack.aclose()
+
+    @property
+    def _drain_s(self) -> float:
+        """Seconds that are left of the drain; none where a start has failed."""
+        return max(0.0, self._drained_by - asyncio.get_running_loop().time())
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self._settings
@@ -252,8 +258,7 @@ class App:
             await fleet.host.begin()
         engines.set.start()
         stack.push_async_callback(engines.set.stop)
-        stack.push_async_callback(self._drain, applier)
-        stack.push_async_callback(transactions.drain)
+        stack.push_async_callback(self._drain, applier, transactions)
         engines.start_updates(applier)
         stack.push_async_callback(engines.stop_updates)
         if fleet is not None:
@@ -263,7 +268,7 @@ class App:
             fleet.start(self.addresses[0])
         if training is not None:
             await training.start()
-            stack.push_async_callback(training.stop)
+            stack.push_async_callback(self._end_training, training)
         # Before the drain: a watch never ends by itself, nor does a node's call.
         stack.callback(model.feed.close)
         stack.callback(self._nodes.close)
@@ -320,9 +325,10 @@ class App:
 
         async def stop() -> None:
             await health_service.enter_graceful_shutdown()
-            drains = [self._doors.close(self._drain_s), ingesters.drain(self._drain_s)]
+            seconds = self._drain_s
+            drains = [self._doors.close(seconds), ingesters.drain(seconds)]
             if verbs is not None:
-                drains.append(verbs.drain(self._drain_s))
+                drains.append(verbs.drain(seconds))
             await asyncio.gather(*drains)
 
         stack.push_async_callback(stop)
@@ -335,15 +341,19 @@ class App:
         if self.http_port:
             logger.info("vLLM's verbs on port %d (http)", self.http_port)
 
-    async def _drain(self, applier: Applier) -> None:
+    async def _end_training(self, training: Training) -> None:
+        await training.stop(self._drain_s)
+
+    async def _drain(self, applier: Applier, transactions: InPlaceCalls) -> None:
         # An apply that waits for long requests would outlive the drain; its pause is a lease, so
-        # the engine goes on without this server.
+        # the engine goes on without this server. Half of the rest is for what comes after it.
+        seconds = self._drain_s + self._settings.stop_timeout_s / 2
         try:
-            await asyncio.wait_for(applier.drain(), self._drain_s)
+            async with asyncio.timeout(seconds):
+                await transactions.drain()
+                await applier.drain()
         except TimeoutError:
-            logger.warning(
-                "an apply was still running after %g s; the engine ends its pause", self._drain_s
-            )
+            logger.warning("an apply is still running after the drain; the engine ends its pause")
 
     def _serve_metrics(self, stack: contextlib.AsyncExitStack, metrics: Metrics) -> None:
         address = self._settings.metrics

@@ -14,6 +14,7 @@ from pydantic_settings import CliApp, SettingsError
 
 from weightsync import __version__
 from weightsync.errors import WeightSyncError
+from weightsync_server.ops.stop_deadline import StopDeadline
 from weightsync_server.settings import Settings
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ __all__ = ["main"]
 
 logger = logging.getLogger("weightsync_server")
 
-#: Exit codes: stopped as asked, could not start, wrong flag or setting, nobody could connect.
-_OK, _FAILED, _USAGE, _SHUT = 0, 1, 2, 3
+#: Exit codes: stopped as asked, could not start, wrong flag or setting, nobody could connect, was
+#: ended because it did not stop.
+_OK, _FAILED, _USAGE, _SHUT, _UNFINISHED = 0, 1, 2, 3, 4
 #: Seconds that calls get when nobody else can connect until this server has started again.
 _SHUT_DRAIN_S = 4.0
 
@@ -35,7 +37,8 @@ _SHUT_DRAIN_S = 4.0
 def main() -> None:
     """Run the server; exits with 0 after a signal, 1 if it could not start, 2 for bad settings.
 
-    It exits with 3 when gRPC has stopped letting callers in: whoever runs it starts it again.
+    It exits with 3 when gRPC has stopped letting callers in: whoever runs it starts it again. And
+    with 4 when it did not stop in time, and was ended.
 
     `weightsync-server token new` prints a fresh token and its line for the authority file instead,
     `--version` the version.
@@ -87,24 +90,52 @@ def _sentence(problem: ErrorDetails) -> str:
 
 
 async def _run(settings: Settings, engine_args: list[str]) -> int:
-    stopped = asyncio.Event()
+    asked = asyncio.Event()
+    deadline = StopDeadline(_UNFINISHED)
     loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        deadline.begin(settings.drain_timeout_s + settings.stop_timeout_s)
+        asked.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, ask)
     try:
         app = _made(settings, engine_args)
-        await app.start()
+        if not await _started(app, asked):
+            return _OK
     except (WeightSyncError, OSError, RuntimeError) as error:
         sys.stderr.write(f"weightsync-server: {error}\n")
         return _FAILED
-    shut = await _until_end(app, stopped)
+    shut = await _until_end(app, asked)
     if shut:
         logger.critical("nobody can connect any more (%s): ending, to be started again", shut)
+        deadline.begin(_SHUT_DRAIN_S + settings.stop_timeout_s)
         await app.stop(_SHUT_DRAIN_S)
         return _SHUT
     logger.info("draining for at most %g s", settings.drain_timeout_s)
     await app.stop()
     return _OK
+
+
+async def _started(app: App | NodeServer, asked: asyncio.Event) -> bool:
+    """Return whether it has started; else it was asked to stop before, and nothing is left of it.
+
+    Raises:
+        WeightSyncError, OSError, RuntimeError: It cannot.
+    """
+    starting = asyncio.create_task(app.start())
+    asking = asyncio.create_task(asked.wait())
+    await asyncio.wait((starting, asking), return_when=asyncio.FIRST_COMPLETED)
+    asking.cancel()
+    if not starting.done():
+        logger.info("told to stop before it has started")
+        starting.cancel()
+        await asyncio.wait([starting])
+    if starting.cancelled():
+        return False
+    starting.result()
+    return True
 
 
 def _made(settings: Settings, engine_args: list[str]) -> App | NodeServer:
@@ -126,14 +157,14 @@ def _node_server(settings: Settings) -> NodeServer:
     return NodeServer(NodeOptions(head, settings.node_rank, settings.segment_socket))
 
 
-async def _until_end(app: App | NodeServer, stopped: asyncio.Event) -> str:
+async def _until_end(app: App | NodeServer, asked: asyncio.Event) -> str:
     """Return why nobody can connect any more; empty: it was asked to stop."""
     shut = asyncio.create_task(app.shut())
-    asked = asyncio.create_task(stopped.wait())
-    await asyncio.wait((shut, asked), return_when=asyncio.FIRST_COMPLETED)
-    for task in (shut, asked):
+    asking = asyncio.create_task(asked.wait())
+    await asyncio.wait((shut, asking), return_when=asyncio.FIRST_COMPLETED)
+    for task in (shut, asking):
         task.cancel()
-    return "" if asked.done() else shut.result()
+    return "" if asking.done() else shut.result()
 
 
 if __name__ == "__main__":

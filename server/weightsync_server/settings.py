@@ -255,6 +255,12 @@ class Settings(FleetSettings, FollowSettings, TrainSettings, BaseSettings):
     drain_timeout_s: float = Field(
         30, ge=0, description="Seconds that calls get to finish after SIGTERM."
     )
+    stop_timeout_s: float = Field(
+        10,
+        gt=0,
+        description="Seconds that all else gets to stop after that; then the process ends anyway, "
+        "with exit code 4.",
+    )
     reflection: bool = Field(True, description="Serve gRPC reflection.")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING, ERROR or CRITICAL.")
 

@@ -134,7 +134,8 @@ def test_followers_are_members_of_one_fleet(
     assert f"--advertise-client-urls=http://{place}" in fleet["etcd"].argv
     assert place.partition(":")[0] in fleet
     for one in SERVERS:
-        assert fleet[one].stop_grace_s > settings[one].drain_timeout_s
+        longest_s = settings[one].drain_timeout_s + settings[one].stop_timeout_s
+        assert fleet[one].stop_grace_s > longest_s
         assert fleet[one].environment["AWS_ENDPOINT_URL"] == "http://minio:9000"
     assert "--address=:9000" in fleet["minio"].argv
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Listeners"]
 
+logger = logging.getLogger(__name__)
+
 _OPTIONS = (
     # Two servers on one port would be a silent split brain.
     ("grpc.so_reuseport", 0),
@@ -44,6 +47,8 @@ _OPTIONS = (
 _SOCKET_UMASK, _PRIVATE_UMASK = 0o117, 0o177
 #: Seconds between two looks at whether gRPC still lets callers in.
 _LOOK_S = 1.0
+#: Seconds that calls get to end when they are cancelled.
+_CANCEL_S = 4.0
 
 
 class Listeners:
@@ -128,8 +133,18 @@ class Listeners:
                 watch.cancel()
 
     async def close(self, grace_s: float) -> None:
-        """Stop listening; calls under way get so many seconds to end."""
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        """Stop listening; calls under way get so many seconds to end, and are then cancelled.
+
+        What has not ended even so is left to the end of the process: gRPC waits for it for ever.
+        """
+        closing = [asyncio.create_task(server.stop(grace_s)) for server in self._servers]
+        if not closing:
+            return
+        done, left = await asyncio.wait(closing, timeout=grace_s + _CANCEL_S)
+        if left:
+            logger.warning("calls are still under way %g s after they were cancelled", _CANCEL_S)
+        for task in done:
+            task.result()
 
     def _groups(self) -> list[list[Endpoint]]:
         roles = dict.fromkeys(endpoint.role for endpoint in self._endpoints)

@@ -64,8 +64,12 @@ class Training:
         await self._folders.open()
         self._pool.start_later()
 
-    async def stop(self) -> None:
-        """Cancel every job, give the one that runs time to end, and end the trainer."""
+    async def stop(self, longest_s: float) -> None:
+        """Cancel every job, give the one that runs time to end, and end the trainer.
+
+        Args:
+            longest_s: What the job gets at most, in seconds.
+        """
         why = WeightSyncError(
             Reason.SHUTTING_DOWN, "the server is ending; send the job again when it is back"
         )
@@ -75,7 +79,7 @@ class Training:
         running = self._pool.running
         if running is not None:
             running.cancel(why)
-            await self._pool.finish(self._options.grace_s)
+            await self._pool.finish(min(self._options.grace_s, longest_s))
         await self._pool.stop()
 
     def submit(self, request: dict[str, Any]) -> TrainJob:

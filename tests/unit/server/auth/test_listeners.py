@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
+from weightsync_server.auth import listeners
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.listeners import Listeners
 from weightsync_server.ops.metrics import Metrics
@@ -33,3 +36,23 @@ async def test_no_call_waits_for_a_registered_method(tmp_path: Path) -> None:
         assert [name for name in names if name.startswith("_request_")] == ["_request_call"] * 2
     finally:
         await doors.close(0)
+
+
+async def test_a_call_that_grpc_does_not_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listeners, "_CANCEL_S", 0.1)
+    stuck = asyncio.Event()
+
+    class StuckServer:
+        async def stop(self, grace: float) -> None:
+            stuck.set()
+            await asyncio.Event().wait()
+
+    values: dict[str, Any] = {"listen": [f"unix:{tmp_path}/a.sock"]}
+    doors = Listeners(Settings(**values).listener_options)
+    doors._servers.append(StuckServer())  # type: ignore[arg-type]  # what is asked of it
+    with caplog.at_level(logging.WARNING):
+        await asyncio.wait_for(doors.close(0.1), 20)
+    assert stuck.is_set()
+    assert "calls are still under way" in caplog.text

@@ -1,0 +1,104 @@
+"""The bound on a stop: this process ends in time, whatever has not ended by then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+__all__ = ["StopDeadline"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after the deadline in which the kernel ends a process that cannot even end itself:
+#: something keeps Python's lock, or nobody reads its log.
+_KERNEL_S = 3.0
+#: Places that are told of; after a flood thousands of tasks may wait.
+_PLACES = 30
+
+
+class StopDeadline:
+    """Ends this process, and all that it has started, when a stop takes too long.
+
+    Args:
+        code: Exit code of a process that had to be ended.
+    """
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+        self._begun = False
+
+    def begin(self, seconds: float) -> None:
+        """Begin to count, unless that was begun before; call it on the main thread's event loop.
+
+        Args:
+            seconds: What the stop may take.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        signal.setitimer(signal.ITIMER_REAL, seconds + _KERNEL_S)
+        loop = asyncio.get_running_loop()
+        watch = threading.Thread(
+            target=self._watch, args=(seconds, loop), name="stop-deadline", daemon=True
+        )
+        # Without a thread for it the kernel's timer is left.
+        with contextlib.suppress(RuntimeError):
+            watch.start()
+
+    def _watch(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
+        # A thread, because the loop may be what hangs, or may have ended before what does.
+        time.sleep(seconds)
+        try:
+            places = _unfinished(loop)
+            children = _descendants(os.getpid())
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            logger.critical(
+                "not stopped %g s after it was told to: ended, with %d processes of its own; "
+                "what waited:\n%s",
+                seconds,
+                len(children),
+                "\n".join(places),
+            )
+            faulthandler.dump_traceback(sys.stderr)
+        finally:
+            os._exit(self._code)
+
+
+def _unfinished(loop: asyncio.AbstractEventLoop) -> list[str]:
+    """Return where the tasks of a loop wait, and how many wait there."""
+    places = Counter(_place(task) for task in asyncio.all_tasks(loop))
+    return [f"{count} x {place}" for place, count in places.most_common(_PLACES)]
+
+
+def _place(task: asyncio.Task[Any]) -> str:
+    names = []
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        names.append(getattr(awaited, "__qualname__", type(awaited).__name__))
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
+    return " > ".join(names)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(folder.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
