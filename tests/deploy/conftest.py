@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import pytest
 from tests.deploy.compose_file import Service, load
 from tests.deploy.containers import Stack
 from tests.support.models import make_checkpoint
+from tests.support.processes import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,8 +73,11 @@ def lone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoneServer
         else:
             pytest.fail(f"the server ended with {process.wait()}")
     finally:
-        process.terminate()
-        process.communicate(timeout=30)
+        # What it still prints is read, or it could not end.
+        with ThreadPoolExecutor(1) as reader:
+            reader.submit(process.stderr.read)
+            stop(process)
+        process.stderr.close()
 
 
 def require_namespaces() -> None:

@@ -23,6 +23,7 @@ from benchmarks.servers import free_port
 from examples.demo.model import make_model
 from tests.support.asgi_site import serving_app
 from tests.support.following import until
+from tests.support.processes import stop
 from tests.support.secured import authority_text
 from weightsync.vllm.bridge.train_forward import ForwardState, TrainForward
 from weightsync.vllm.bridge.upstream import Upstream
@@ -114,8 +115,7 @@ def machine() -> Iterator[_Machine]:
         server = subprocess.Popen(
             made.words(line), env=made.variables | made.server_variables, stdout=log, stderr=log
         )
-        stack.callback(server.wait)
-        stack.callback(server.terminate)
+        stack.callback(stop, server)
         client = stack.enter_context(_client(made))
         until(lambda: _state(client) is TrainerState.READY, "the trainer is ready")
         yield made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from examples.transformers_callback import make_model, make_rows
+from tests.support.processes import stop
 from tests.support.serving import wait_serving
 from weightsync_client import Client, Durability
 from weightsync_client.integrations import WeightSyncCallback
@@ -66,12 +66,8 @@ def address() -> Iterator[str]:
             with Client(address) as client:
                 wait_serving(server, client, _START_S)
             yield address
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 0
         finally:
-            if server.poll() is None:
-                server.kill()
-                server.wait()
+            assert stop(server) == 0
 
 
 def _committed(address: str) -> list[tuple[int, str]]:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.bounds import within
 from tests.support.leftovers import Mark
+from tests.support.processes import end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,12 +76,13 @@ class Demo:
         return [*self.mark.left_after(_GONE_S), *files]
 
     def end(self) -> None:
+        # The demo is told, not what it may be wrapped in.
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        finally:
+            end(self.process)
 
 
 def _own_shared_memory(listing: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.processes import stop
 from tests.support.serving import wait_serving
 from weightsync_client import Client, RefusedError
 
@@ -53,8 +53,7 @@ def _served(folder: Path, model: Path) -> Iterator[Client]:
             wait_serving(server, client, _START_S)
             yield client
     finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert stop(server) == 0
 
 
 @pytest.mark.parametrize("shape", ["file", "folder"])

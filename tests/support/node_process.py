@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.support.processes import stop
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -82,5 +84,4 @@ class NodeProcess:
     def stop(self) -> int:
         """Ask it to end; returns its exit code."""
         assert self.process is not None
-        self.process.terminate()
-        return self.wait()
+        return stop(self.process)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-__all__ = ["descriptors", "give_way", "names", "open_files", "state"]
+__all__ = [
+    "descriptors",
+    "end",
+    "give_way",
+    "names",
+    "open_files",
+    "python_says",
+    "state",
+    "stop",
+]
 
 #: As of nice(1): a tenth of the weight that others have.
 _LITTLE = 10
@@ -42,6 +53,35 @@ def state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def stop(process: subprocess.Popen[Any], seconds: float = 50.0) -> int:
+    """Ask a process to end and return its exit code.
+
+    Whatever comes of that, neither it nor its process group is left to the tests that follow.
+
+    Args:
+        process: What was started, perhaps in a session of its own.
+        seconds: How long it may take; a server takes 40 at most (`stop_timeout_s`).
+
+    Raises:
+        subprocess.TimeoutExpired: It did not end in time.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(seconds)
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a process at once, and its process group, also what it has left of that."""
+    # Of one that leads no group there is none.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
 
 
 def give_way(pid: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from tests.support.processes import stop
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 
@@ -141,18 +141,14 @@ class WeightSyncServer:
             self.process.wait()
         self.close_channels()
 
-    def stop(self, timeout_s: float = 40.0) -> int:
-        """Ask the process to end; returns its exit code."""
+    def stop(self, timeout_s: float = 50.0) -> int:
+        """Ask the process to end; returns its exit code. Nothing of it is left, also if it hangs.
+
+        Raises:
+            subprocess.TimeoutExpired: It did not end in time.
+        """
         self.close_channels()
-        if self.process is None:
-            return 0
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
+        return 0 if self.process is None else stop(self.process, timeout_s)
 
     def close_channels(self) -> None:
         """Close the channels of all stubs."""

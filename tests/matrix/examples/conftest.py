@@ -20,7 +20,7 @@ import pytest
 from examples.demo.model import make_model
 from examples.demo.processes import free_port
 from tests.support.leftovers import Mark
-from tests.support.processes import give_way
+from tests.support.processes import end, give_way
 from tests.support.vllm_server import cpu_environment
 from weightsync_client import Client, ClientError, EngineState
 
@@ -121,7 +121,5 @@ def running_stack(make: Callable[[Path], Path], requests: int = 4) -> Iterator[S
         process.wait(_STOP_S)
         assert mark.left_after(5) == []
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(_STOP_S)
+        end(process)
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,6 +16,7 @@ import pytest
 from examples.demo.model import SENTENCE
 from tests.support.bounds import within
 from tests.support.leftovers import Mark
+from tests.support.processes import stop
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
@@ -69,14 +70,12 @@ class Demo:
         return status
 
     def end(self) -> None:
-        self.process.terminate()
         try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+            stop(self.process)
+        finally:
+            self._reader.join()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
 
 
 @pytest.fixture
