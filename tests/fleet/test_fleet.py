@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from tests.support.fleet_registers import RegisterPlace
 
 
+# Four servers start, and a dozen commands.
+pytestmark = pytest.mark.timeout(180)
+
+
 def run(fleet: FleetServers, name: str, *arguments: str) -> str:
     """Return what the command prints that is asked of a member."""
     command = Path(sys.executable).with_name("weightsync")

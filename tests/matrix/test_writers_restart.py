@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.support.server_fixtures import RETRY
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client import AbortedError, Client, ClientError, PushResult, ShardedTensor
+from weightsync_client import AbortedError, Client, ClientError, PushResult, Retry, ShardedTensor
 from weightsync_client.types import PushKind
 
+pytestmark = pytest.mark.timeout(180)
+
+#: Longer than a server takes to start on a busy machine.
+RETRY = Retry(attempts=200, initial_s=0.05, max_s=0.5)
 WRITERS, SHARDS, ROWS, COLUMNS = 4, 6, 256, 512
 SHARD_BYTES = ROWS * COLUMNS * 4
 
@@ -187,7 +190,7 @@ def test_it_goes_on_where_it_was(server: WeightSyncServer, same_host: str, along
 
 
 def test_one_that_does_not_come_back_ends_it_for_all(folder: Path) -> None:
-    # Within it the others come back, who ask once a second.
+    # Within it the others come back, who ask twice a second.
     variables = {"WEIGHTSYNC_PUSH_WRITER_TIMEOUT_S": "5"}
     server = WeightSyncServer(folder / "run", folder / "state", variables=variables)
     server.start()
