@@ -10,6 +10,9 @@ from tests.support.server_fixtures import RETRY, Relay, every_kind
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, InvalidError, NotFoundError, PushKind, Reason
 
+# Six modules may share two cores, with other work beside.
+pytestmark = pytest.mark.timeout(180)
+
 
 def _some(tensors: Tensors, *numbers: int) -> Tensors:
     return {f"layers.{number}.weight": tensors[f"layers.{number}.weight"] for number in numbers}

@@ -35,6 +35,9 @@ from weightsync_client import (
     WeightSyncError,
 )
 
+# Six modules may share two cores, with other work beside.
+pytestmark = pytest.mark.timeout(180)
+
 
 def state(seed: int, count: int = 8, elements: int = 200_000) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -128,7 +131,8 @@ def test_37000_tensors(client: Client) -> None:
     values = torch.arange(37_000, dtype=torch.int32)
     result = client.push({f"model.layer.{i}": values[i : i + 1] for i in range(37_000)})
     assert result.tensor_count == 37_000
-    assert sum(int(t.torch()) for t in client.tensors(result.version)) == int(values.sum())
+    pulled = b"".join(bytes(tensor.data) for tensor in client.tensors(result.version))
+    assert pulled == values.numpy().tobytes()
 
 
 @every_kind
