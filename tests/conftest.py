@@ -26,7 +26,7 @@ _ROOT = Path(__file__).parents[1]
 pytest_plugins = ("tests.support.server_fixtures", "tests.support.vllm_fixtures")
 
 
-class _ByModule(LoadFileScheduling):
+class _ByModule(LoadFileScheduling):  # type: ignore[misc] # pytest-xdist has no types
     """Gives a worker a module at a time, or all of a folder that is a package: they share more."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -212,7 +212,7 @@ def test_the_command_names_the_health_services(server: WeightSyncServer) -> None
 def test_pin_delete_watch(client: Client) -> None:
     first = client.push(state(1, 1)).version
     watch = client.watch()
-    while not (seen := next(watch)).initial or seen.version.version != first:
+    while not (change := next(watch)).initial or change.version.version != first:
         pass
     second = client.push(state(2, 1)).version
     committed = second, Durability.COMMITTED
