@@ -223,7 +223,7 @@ def test_pin_delete_watch(client: Client) -> None:
         client.delete(first)
     client.pin(first, pinned=False)
     client.delete(first)
-    while not (seen := next(watch)).deleted or seen.version.version != first:
+    while not (change := next(watch)).deleted or change.version.version != first:
         pass
     with pytest.raises(NotFoundError):
         client.get_version(first)
