@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.loaded_models import Loader, layout_of, same, tensors_of, unlike, write
+from tests.support.processors import hide_amx
 from weightsync.model.manifest import Layout
 from weightsync.vllm.plan.capture import capture_plan, unplaced
 from weightsync.vllm.plan.halves import in_live_order
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from weightsync.vllm.plan.staged_tensors import StagedTensors
 
 Tensors = dict[str, torch.Tensor]
+
+_FIRST_EXPERTS = "model.layers.0.mlp.experts.routed_experts"
 
 
 class Loaded:
@@ -164,7 +167,7 @@ def _computed(model: torch.nn.Module) -> dict[str, list[float]]:
     """
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    layer: Any = model.get_submodule("model.layers.0.mlp.experts.routed_experts")
+    layer: Any = model.get_submodule(_FIRST_EXPERTS)
     count, _, size = layer.w13_weight.shape
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(5, size, generator=generator).bfloat16()
@@ -202,14 +205,23 @@ def _computed(model: torch.nn.Module) -> dict[str, list[float]]:
     return seen
 
 
+def _isa(model: torch.nn.Module) -> str:
+    """Return the instruction set that vLLM chose the kernel of experts for."""
+    layer: Any = model.get_submodule(_FIRST_EXPERTS)
+    return str(layer.quant_method.moe_kernel.fused_experts.isa)
+
+
 def main(order: dict[str, Any]) -> dict[str, Any]:
     """Return what was seen.
 
     Args:
         order: `first` and `second`: folders of checkpoints of one layout; without a second one only
-            what the model computes is told, and whether it is plain. `rendezvous`, `rank`, `ranks`,
-            `flags`: of `Loader`.
+            what the model computes is told, for which instruction set, and whether it is plain.
+            `rendezvous`, `rank`, `ranks`, `flags`: of `Loader`. `amx`: False where the processor
+            counts as one without it.
     """
+    if not order.get("amx", True):
+        hide_amx()
     from vllm.config import set_current_vllm_config
 
     place = Path(order["rendezvous"])
@@ -220,7 +232,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
         model = loader.load(config)
         seen: dict[str, Any] = {"plain": why_not_plain(model)}
         if "second" not in order:
-            return seen | {"computed": _computed(model)}
+            return seen | {"isa": _isa(model), "computed": _computed(model)}
         second = Path(order["second"])
     with set_current_vllm_config(loader.config(second)):
         other = loader.load(loader.config(second))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.models import make_checkpoint
+from tests.support.processors import HAS_AMX, LACKS_AMX
 from tests.support.staging import BridgeClient, Staging
 from tests.support.vllm_server import VllmServer
 
@@ -41,6 +42,19 @@ def run_dir() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="vt"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="amx", marks=pytest.mark.skipif(not HAS_AMX, reason=LACKS_AMX)),
+        pytest.param(False, id="no-amx"),
+    ],
+)
+def amx(request: pytest.FixtureRequest) -> bool:
+    """Return whether vLLM takes the processor for one with AMX."""
+    found: bool = request.param
+    return found
 
 
 @dataclass

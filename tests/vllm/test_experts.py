@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.models import quantise_checkpoint
+from tests.support.processors import NO_AMX
 from tests.support.vllm_server import cpu_environment
 
 if TYPE_CHECKING:
@@ -104,20 +105,24 @@ def test_ranks_share_the_experts(seen: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def packed_and_plain(checkpoint: Callable[..., Path], run_dir: Path) -> list[dict[str, Any]]:
+def packed_and_plain(
+    checkpoint: Callable[..., Path], run_dir: Path, amx: bool
+) -> list[dict[str, Any]]:
     model = checkpoint("qwen3_moe", dtype="bfloat16", seed=1)
     found = []
     for switch in ("linear", "1"):
-        order = {"first": str(model), "rendezvous": str(run_dir / f"meet-{switch}"), "flags": {}}
-        orders = [{**order, "ranks": 1, "rank": 0}]
-        found += _run(orders, WEIGHTSYNC_CPU_PLAIN_WEIGHTS=switch)
+        place = str(run_dir / f"meet-{switch}-{amx}")
+        order = {"first": str(model), "rendezvous": place, "flags": {}, "amx": amx}
+        variables = {"WEIGHTSYNC_CPU_PLAIN_WEIGHTS": switch, **({} if amx else NO_AMX)}
+        found += _run([{**order, "ranks": 1, "rank": 0}], **variables)
     return found
 
 
 def test_packed_experts_are_refused_with_the_switch_named(
-    packed_and_plain: list[dict[str, Any]],
+    packed_and_plain: list[dict[str, Any]], amx: bool
 ) -> None:
     packed, plain = packed_and_plain
+    assert (packed["isa"] == "amx") is amx
     assert packed["plain"] == (
         "vLLM has repacked the experts of model.layers.0.mlp.experts.routed_experts; restart vLLM "
         "with WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1"

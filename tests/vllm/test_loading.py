@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.models import make_int4, make_int8
-from tests.support.processors import HAS_AMX, LACKS_AMX, NO_AMX
+from tests.support.processors import NO_AMX
 from tests.support.vllm_server import cpu_environment
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 DENSE = ("llama", "qwen3", "gemma2", "gemma3")
-_amx = pytest.param(True, id="amx", marks=pytest.mark.skipif(not HAS_AMX, reason=LACKS_AMX))
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +54,6 @@ def models(
         "int8": quantised("int8", make_int8),
         **{kind: quantised(kind, make_int4, kind) for kind in ("gptq", "awq")},
     }
-
-
-@pytest.fixture(scope="module", params=[_amx, pytest.param(False, id="no-amx")])
-def amx(request: pytest.FixtureRequest) -> bool:
-    """Return whether the processor is one with AMX."""
-    found: bool = request.param
-    return found
 
 
 @pytest.fixture(scope="module")
