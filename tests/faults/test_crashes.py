@@ -1,7 +1,7 @@
 """A real server, killed at each of its failpoints while somebody works with it, then started again.
 
-Whatever it was doing: it answers within 5 s, every acknowledged version is there byte for byte,
-nothing else is, the push that was under way goes on to its end, and nothing is left over.
+Whatever it was doing: every acknowledged version is there byte for byte, nothing else is, the push
+that was under way goes on to its end, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from weightsync_client import PushResult
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timeout(240)
 
 RETRY = Retry(attempts=400, initial_s=0.05, max_s=0.3)
 
@@ -122,22 +122,24 @@ class Victim:
 
     def met(self, name: str) -> None:
         """Return when a failpoint was met."""
-        within(20, lambda: any(line.startswith(f"{name} ") for line in self.hits))
+        within(60, lambda: any(line.startswith(f"{name} ") for line in self.hits))
 
     def dead(self, name: str) -> None:
         """Return when the server has died at a failpoint."""
         assert self.server.process is not None
-        assert self.server.process.wait(30) == -9
+        assert self.server.process.wait(60) == -9
         assert self.hits[-1].startswith(f"{name} panic ")
         self.disarm()
         self.server.kill()
 
-    def restart(self) -> None:
+    def restart(self) -> float:
+        """Return after how many seconds it answers."""
         begun = time.monotonic()
         self.server.start()
-        assert time.monotonic() - begun < 5 + self.start_s
-        _, alive = psutil.wait_procs(self.fetchers, 2)
+        seconds = time.monotonic() - begun
+        _, alive = psutil.wait_procs(self.fetchers, 30)
         assert alive == []
+        return seconds
 
     def check(self, under_way: int = 0) -> None:
         """Check that what was acknowledged is there, and nothing else but a push that goes on."""
@@ -160,7 +162,7 @@ class Victim:
 
     def finished(self, handle: Future[PushResult], seed: int) -> None:
         """Check that a push came to its end, and that nothing is left of it but its version."""
-        result = handle.result(40)
+        result = handle.result(90)
         self.acknowledged[result.version] = seed
         with self.client() as client:
             self.equal(client, result.version)
@@ -183,7 +185,7 @@ def victim() -> Iterator[Victim]:
     folder = Path(tempfile.mkdtemp(prefix="wsx"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(failpoints.VARIABLE, f"@{folder / 'plan'}")
-        server = WeightSyncServer(folder / "run", folder / "state")
+        server = WeightSyncServer(folder / "run", folder / "state", start_s=60)
         begun = time.monotonic()
         server.start()
         victim = Victim(server, folder / "plan", time.monotonic() - begun)
@@ -229,6 +231,21 @@ def test_killed_in_a_push(whole: Victim, pushing: ThreadPoolExecutor, point: str
     assert max(whole.acknowledged) == version
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize("point", ["receive.keep", "commit.store", "store.recorded"])
+def test_it_answers_5_s_after_a_crash(
+    whole: Victim, pushing: ThreadPoolExecutor, point: str
+) -> None:
+    seed = len(whole.acknowledged)
+    version = whole.next_version()
+    whole.arm(f"{point}={PUSH[point]}>panic")
+    with whole.client() as client:
+        handle = pushing.submit(client.push, tensors(seed), shard_bytes=4 << 20, version=version)
+        whole.dead(point)
+        assert whole.restart() < 5 + whole.start_s
+        whole.finished(handle, seed)
+
+
 def test_a_crash_costs_at_most_64_mib_of_a_shard(
     whole: Victim, pushing: ThreadPoolExecutor
 ) -> None:
@@ -238,7 +255,7 @@ def test_a_crash_costs_at_most_64_mib_of_a_shard(
         handle = pushing.submit(client.push, expected)
         whole.dead("receive.chunk")
         whole.restart()
-        result = handle.result(40)
+        result = handle.result(90)
         # What the client had handed to the link and the server had not read counts as sent, too.
         assert result.sent_bytes - result.size_bytes <= (64 << 20) + (16 << 20)
         (pulled,) = client.tensors(result.version)
@@ -277,7 +294,8 @@ def test_a_fetcher_dies_in_a_push(whole: Victim, pushing: ThreadPoolExecutor, po
         whole.met(f"fetcher.{point}")
         whole.disarm()
         whole.finished(handle, seed)
-    within(20, lambda: whole.server.stub.GetStatus(pb.GetStatusRequest(), timeout=5).fetchers == 2)
+    status = whole.server.stub.GetStatus
+    within(60, lambda: status(pb.GetStatusRequest(), timeout=20).fetchers == 2)
 
 
 @pytest.mark.parametrize("point", [_timed("stage.load"), _timed("fetcher.load")])
@@ -294,7 +312,7 @@ def test_killed_while_a_version_is_read_back(
             whole.restart()
         whole.met(point)
         whole.disarm()
-        reading.result(40)
+        reading.result(90)
     whole.check()
 
 

@@ -38,13 +38,22 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_client.errors import ClientError, from_rpc
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timeout(180)
 
 CODE = grpc.StatusCode
-#: Far above what is wanted (benchmarks/control.py), so that a busy machine fails no test.
-CONTROL_S = 1.0
+#: Longest wait for what comes at once, on a machine with other work to do.
+SOON_S = 30.0
 #: Least number of answers that are timed.
 _ANSWERS = 50
+#: In how many seconds control answers: at all, and, on a machine that does nothing else, in time.
+#: That is far above what is wanted (benchmarks/control.py).
+in_time = pytest.mark.parametrize(
+    "control_s",
+    [
+        pytest.param(SOON_S, id="answered"),
+        pytest.param(1.0, id="answered within 1 s", marks=pytest.mark.alone),
+    ],
+)
 
 
 def refusal(call: Callable[[], object]) -> ClientError:
@@ -54,8 +63,8 @@ def refusal(call: Callable[[], object]) -> ClientError:
 
 
 @contextlib.contextmanager
-def control_answers(server: WeightSyncServer) -> Iterator[list[float]]:
-    """Ask for health and status all the while; every answer comes in time."""
+def control_answers(server: WeightSyncServer, control_s: float) -> Iterator[list[float]]:
+    """Ask for health and status all the while; every answer comes, and 99 of 100 in time."""
     times: list[float] = []
     stop = threading.Event()
     with grpc.insecure_channel(server.address) as channel:
@@ -65,8 +74,8 @@ def control_answers(server: WeightSyncServer) -> Iterator[list[float]]:
         def ask() -> None:
             while not stop.wait(0.01) or len(times) < _ANSWERS:
                 start = time.monotonic()
-                health.Check(health_pb2.HealthCheckRequest(service="push"), timeout=10)
-                stub.GetStatus(pb.GetStatusRequest(), timeout=10)
+                health.Check(health_pb2.HealthCheckRequest(service="push"), timeout=SOON_S)
+                stub.GetStatus(pb.GetStatusRequest(), timeout=SOON_S)
                 times.append((time.monotonic() - start) / 2)
 
         with ThreadPoolExecutor(1) as pool:
@@ -78,10 +87,11 @@ def control_answers(server: WeightSyncServer) -> Iterator[list[float]]:
                 asking.result()
     times.sort()
     p99 = times[int(len(times) * 0.99)]
-    assert p99 < CONTROL_S, f"most {times[-1]:.3f} s"
+    assert p99 < control_s, f"most {times[-1]:.3f} s"
 
 
-def test_of_50_pushes_4_run_and_the_rest_are_told_when_to_come_again() -> None:
+@in_time
+def test_of_50_pushes_4_run_and_the_rest_are_told_when_to_come_again(control_s: float) -> None:
     shard = one_shard(1 << 20)
     go, all_in = threading.Event(), threading.Barrier(51)
 
@@ -96,18 +106,18 @@ def test_of_50_pushes_4_run_and_the_rest_are_told_when_to_come_again() -> None:
                 yield from shard.chunks()
                 yield Message(commit=pb.CommitPushRequest())
 
-            call = stub.PushWeights.future(messages(), timeout=30)
+            call = stub.PushWeights.future(messages(), timeout=120)
             all_in.wait()
             try:
                 return int(call.result().commit.version)
             except grpc.RpcError as error:
                 return from_rpc(error, method="PushWeights", address="")
 
-        with control_answers(server), ThreadPoolExecutor(50) as pool:
+        with control_answers(server, control_s), ThreadPoolExecutor(50) as pool:
             pushes = [pool.submit(push, version) for version in range(2, 52)]
             all_in.wait()
             # Whoever is refused is so at once, while the four go on.
-            within(10, lambda: sum(one.done() for one in pushes) == 46)
+            within(SOON_S, lambda: sum(one.done() for one in pushes) == 46)
             assert len(model_status(stub).pushes) == 4
             go.set()
             answers = [one.result() for one in pushes]
@@ -118,28 +128,29 @@ def test_of_50_pushes_4_run_and_the_rest_are_told_when_to_come_again() -> None:
         assert {error.reason for error in limited} == {Reason.LIMIT_EXCEEDED}
         assert all(error.retry_after_s for error in limited)
         assert [one for one in answers if isinstance(one, int)]
-        assert stub.PushWeights(push_messages(shard), timeout=10).commit.version
+        assert stub.PushWeights(push_messages(shard), timeout=SOON_S).commit.version
 
 
-def test_stalled_streams_in_every_slot_leave_control_alone() -> None:
+@in_time
+def test_stalled_streams_in_every_slot_leave_control_alone(control_s: float) -> None:
     shard = one_shard(1 << 20)
     go = threading.Event()
 
     def stalls(version: int) -> Iterator[Message]:
         yield Message(begin=begin(version=version))
         yield from shard.layout()
-        go.wait(30)
+        go.wait(120)
 
     with serving("--slots", "4") as server:
         stub = server.stub
-        calls = [stub.PushWeights.future(stalls(2 + i), timeout=60) for i in range(4)]
-        within(5, lambda: len(model_status(stub).pushes) == 4)
-        with control_answers(server) as times:
-            within(10, lambda: len(times) >= 100)
-            stub.ListVersions(pb.ListVersionsRequest(model=MODEL), timeout=CONTROL_S)
+        calls = [stub.PushWeights.future(stalls(2 + i), timeout=150) for i in range(4)]
+        within(SOON_S, lambda: len(model_status(stub).pushes) == 4)
+        with control_answers(server, control_s) as times:
+            within(60, lambda: len(times) >= 100)
+            stub.ListVersions(pb.ListVersionsRequest(model=MODEL), timeout=control_s)
             push = model_status(stub).pushes[0].push_id
-            stub.GetPush(pb.GetPushRequest(push_id=push), timeout=CONTROL_S)
-            stub.AbortPush(pb.AbortPushRequest(push_id=push), timeout=CONTROL_S)
+            stub.GetPush(pb.GetPushRequest(push_id=push), timeout=control_s)
+            stub.AbortPush(pb.AbortPushRequest(push_id=push), timeout=control_s)
         go.set()
         for call in calls:
             with contextlib.suppress(grpc.RpcError):
@@ -151,21 +162,22 @@ def test_one_caller_leaves_a_share_of_the_pushes_to_others() -> None:
     with serving("--slots", "8", tcp=tcp) as server, grpc.insecure_channel(tcp) as channel:
         greedy, other = server.stub, weightsync_pb2_grpc.WeightSyncStub(channel)
         versions = itertools.count(2)
-        opened = [greedy.BeginPush(begin(version=next(versions)), timeout=5) for _ in range(4)]
-        full = partial(other.BeginPush, begin(version=next(versions)), timeout=5)
+        opened = [greedy.BeginPush(begin(version=next(versions)), timeout=SOON_S) for _ in range(4)]
+        full = partial(other.BeginPush, begin(version=next(versions)), timeout=SOON_S)
         assert refusal(full).reason is Reason.LIMIT_EXCEEDED
         for push in opened[:3]:
-            greedy.AbortPush(pb.AbortPushRequest(push_id=push.push_id), timeout=5)
-        greedy.BeginPush(begin(version=next(versions)), timeout=5)
-        error = refusal(lambda: greedy.BeginPush(begin(version=next(versions)), timeout=5))
+            greedy.AbortPush(pb.AbortPushRequest(push_id=push.push_id), timeout=SOON_S)
+        greedy.BeginPush(begin(version=next(versions)), timeout=SOON_S)
+        error = refusal(lambda: greedy.BeginPush(begin(version=next(versions)), timeout=SOON_S))
         assert "its share of 4" in error.message
         for _ in range(2):
-            other.BeginPush(begin(version=next(versions)), timeout=5)
+            other.BeginPush(begin(version=next(versions)), timeout=SOON_S)
 
 
 def test_calls_beyond_the_rate_of_one_caller_touch_no_other() -> None:
     tcp = f"127.0.0.1:{free_port()}"
-    flags = ("--max-calls-per-s", "20")
+    # Nobody is so busy that he calls less often.
+    flags = ("--max-calls-per-s", "2")
     with serving(*flags, tcp=tcp) as server, grpc.insecure_channel(tcp) as channel:
         stub = weightsync_pb2_grpc.WeightSyncStub(channel)
         answered = 0
@@ -173,17 +185,17 @@ def test_calls_beyond_the_rate_of_one_caller_touch_no_other() -> None:
         def call_on() -> None:
             nonlocal answered
             for _ in range(100):
-                stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+                stub.GetStatus(pb.GetStatusRequest(), timeout=SOON_S)
                 answered += 1
 
         # The first refusal: a moment later there may be room again.
         error = refusal(call_on)
-        assert 40 <= answered < 100
+        assert 4 <= answered < 100
         assert error.reason is Reason.LIMIT_EXCEEDED
         assert error.retry_after_s
         assert model_status(server.stub).newest_version == 0
         time.sleep(error.retry_after_s)
-        stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+        stub.GetStatus(pb.GetStatusRequest(), timeout=SOON_S)
 
 
 def test_messages_that_are_too_large_are_refused_small() -> None:
@@ -208,33 +220,36 @@ def test_messages_that_are_too_large_are_refused_small() -> None:
             # 64 MiB of zeros, plain and as 64 KiB of gzip.
             for compression in (None, grpc.Compression.Gzip):
                 call = partial(
-                    raw, sends(Message(chunk=zeros)), timeout=20, compression=compression
+                    raw, sends(Message(chunk=zeros)), timeout=SOON_S, compression=compression
                 )
                 assert refusal(call).code is CODE.RESOURCE_EXHAUSTED
         assert rss_anon([server.process.pid]) - base < 100e6
         for push in model_status(stub).pushes:
-            stub.AbortPush(pb.AbortPushRequest(push_id=push.push_id), timeout=5)
+            stub.AbortPush(pb.AbortPushRequest(push_id=push.push_id), timeout=SOON_S)
         beyond = [*shard.chunks(), Message(chunk=pb.Chunk(offset=size, data=b"x"))]
-        error = refusal(lambda: stub.PushWeights(sends(*beyond), timeout=10))
+        error = refusal(lambda: stub.PushWeights(sends(*beyond), timeout=SOON_S))
         assert error.code is CODE.INVALID_ARGUMENT
         assert str(size) in error.message
-        error = refusal(lambda: stub.BeginPush(begin(version=9, total_bytes=1 << 60), timeout=5))
+        error = refusal(
+            lambda: stub.BeginPush(begin(version=9, total_bytes=1 << 60), timeout=SOON_S)
+        )
         assert error.code is CODE.RESOURCE_EXHAUSTED
         assert str(1 << 60) in error.message
         error = refusal(
             lambda: stub.GetStatus(
-                pb.GetStatusRequest(), timeout=5, metadata=(("x-long", "y" * (32 << 10)),)
+                pb.GetStatusRequest(), timeout=SOON_S, metadata=(("x-long", "y" * (32 << 10)),)
             )
         )
         assert error.code is CODE.RESOURCE_EXHAUSTED
 
 
-def test_resets_pings_and_idle_connections_leave_control_alone() -> None:
+@in_time
+def test_resets_pings_and_idle_connections_leave_control_alone(control_s: float) -> None:
     tcp = f"127.0.0.1:{free_port()}"
     with serving("--max-connections", "200", tcp=tcp) as server, contextlib.ExitStack() as stack:
         assert server.process is not None
         base = descriptors(server.process.pid)
-        with control_answers(server):
+        with control_answers(server, control_s):
             for _ in range(600):
                 with contextlib.suppress(OSError):
                     stack.enter_context(connect(tcp))
@@ -242,7 +257,8 @@ def test_resets_pings_and_idle_connections_leave_control_alone() -> None:
             _flood(tcp, _reset_call, 20_000)
             assert descriptors(server.process.pid) < base + 300
         stack.close()
-        within(15, lambda: descriptors(server.process.pid) < base + 20 if server.process else False)
+        pid = server.process.pid
+        within(SOON_S, lambda: descriptors(pid) < base + 20)
 
 
 def _reset_call(index: int) -> bytes:
@@ -261,25 +277,26 @@ def _flood(address: str, make: Callable[[int], bytes], count: int) -> None:
 
 
 def scrape(port: int) -> bytes:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SOON_S) as answer:
         body: bytes = answer.read()
         return body
 
 
-def test_slow_scrapers_and_many_versions_do_not_burden_the_metrics() -> None:
+@in_time
+def test_slow_scrapers_and_many_versions_do_not_burden_the_metrics(control_s: float) -> None:
     with serving("--slots", "4") as server, contextlib.ExitStack() as stack:
         found = re.search(r"metrics on http://127.0.0.1:(\d+)", server.log)
         assert found
         port = int(found[1])
         stub = server.stub
-        stub.PushWeights(push_messages(one_shard()), timeout=10)
+        stub.PushWeights(push_messages(one_shard()), timeout=SOON_S)
         before = len(scrape(port).splitlines())
         for _ in range(30):
             link = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             link.sendall(b"GET /metrics HTTP/1.1\r\n")
         for seed in range(100):
-            stub.PushWeights(push_messages(one_shard(seed=seed)), timeout=10)
+            stub.PushWeights(push_messages(one_shard(seed=seed)), timeout=SOON_S)
         start = time.monotonic()
         after = scrape(port).splitlines()
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < control_s
         assert len(after) == before

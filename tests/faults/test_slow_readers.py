@@ -24,15 +24,18 @@ from tests.support.bounds import (
     within,
 )
 from tests.support.raw_http2 import RawCall
+from tests.support.scraped import scraped
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import from_rpc
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timeout(180)
 
 PULL = "/weightsync.v1.WeightSync/PullWeights"
 READERS = 16
+#: Longest wait for what comes at once, on a machine with other work to do.
+SOON_S = 30.0
 
 
 def memory(server: WeightSyncServer) -> int:
@@ -55,15 +58,21 @@ def leases(server: WeightSyncServer) -> int:
     return sum(slot.leases for slot in model_status(server.stub).slots)
 
 
+def begun(server: WeightSyncServer) -> bool:
+    """Tell whether every reader has been heard: it has a slot, or had one."""
+    return scraped(server.log, "grpc_server_started_total", grpc_method="PullWeights") == READERS
+
+
 @pytest.mark.parametrize("window", [1 << 16, (1 << 31) - 1], ids=["window", "socket"])
 def test_sixteen_slow_readers_cost_at_most_200_mb(window: int) -> None:
-    with serving() as server:
+    # None is let go for being slow.
+    with serving("--reader-timeout-s", "120") as server:
         stub = server.stub
-        stub.PushWeights(push_messages(one_shard(64 << 20)), timeout=30)
+        stub.PushWeights(push_messages(one_shard(64 << 20)), timeout=SOON_S)
         base = peak = memory(server)
         with readers(server, window) as calls:
             end = time.monotonic() + 5
-            while time.monotonic() < end:
+            while time.monotonic() < end or min(call.received for call in calls) < 100_000:
                 for call in calls:
                     # 20 KB at a time: some 200 KB/s each.
                     call.read()
@@ -72,19 +81,18 @@ def test_sixteen_slow_readers_cost_at_most_200_mb(window: int) -> None:
                 peak = max(peak, memory(server))
                 time.sleep(0.1)
             assert all(not call.ended for call in calls)
-            assert min(call.received for call in calls) > 100_000
             assert model_status(stub).live_version == 0
         assert peak - base < 200e6, f"{(peak - base) / 1e6:.0f} MB"
-        within(5, lambda: leases(server) == 0)
+        within(SOON_S, lambda: leases(server) == 0)
 
 
 def test_a_stalled_reader_gives_its_slot_back() -> None:
     with serving("--reader-timeout-s", "1", "--slots", "2") as server:
         stub = server.stub
-        stub.PushWeights(push_messages(one_shard(4 << 20)), timeout=10)
+        stub.PushWeights(push_messages(one_shard(4 << 20)), timeout=SOON_S)
         pull = pb.PullWeightsRequest(model=MODEL, version=FIRST)
         with readers(server, 1 << 16) as calls:
-            within(5, lambda: leases(server) == READERS)
+            within(SOON_S, lambda: begun(server))
             # They answer pings, so they live; they take nothing.
             stop = threading.Event()
 
@@ -95,27 +103,29 @@ def test_a_stalled_reader_gives_its_slot_back() -> None:
 
             thread = threading.Thread(target=answer)
             thread.start()
-            within(5, lambda: leases(server) == 0)
-            # Others are served, and those that read on are told.
-            assert list(stub.PullWeights(pull, timeout=5))
-            for call in calls:
-                call.allow(8 << 20)
-            within(5, lambda: all(call.ended for call in calls))
-            stop.set()
-            thread.join()
+            try:
+                within(SOON_S, lambda: leases(server) == 0)
+                # Others are served, and those that read on are told.
+                assert list(stub.PullWeights(pull, timeout=SOON_S))
+                for call in calls:
+                    call.allow(8 << 20)
+                within(SOON_S, lambda: all(call.ended for call in calls))
+            finally:
+                stop.set()
+                thread.join()
         for seed in range(3):
-            stub.PushWeights(push_messages(one_shard(4 << 20, seed)), timeout=10)
+            stub.PushWeights(push_messages(one_shard(4 << 20, seed)), timeout=SOON_S)
 
 
-def test_deaf_readers_are_dropped() -> None:
+@pytest.mark.parametrize(("door", "timeout_s"), [("tcp", 300), ("unix", 2)])
+def test_deaf_readers_are_dropped(door: str, timeout_s: int) -> None:
     # Their sockets are full, so no ping reaches them: TCP notices it, else the reader timeout does.
     tcp = f"127.0.0.1:{free_port()}"
-    for address, flags in ((tcp, ()), ("", ("--reader-timeout-s", "2"))):
-        with serving(*flags, tcp=tcp) as server:
-            server.stub.PushWeights(push_messages(one_shard(64 << 20)), timeout=30)
-            with readers(server, (1 << 31) - 1, address):
-                within(5, lambda: leases(server) == READERS)
-                within(9, lambda: leases(server) == 0)
+    with serving("--reader-timeout-s", str(timeout_s), tcp=tcp) as server:
+        server.stub.PushWeights(push_messages(one_shard(64 << 20)), timeout=SOON_S)
+        with readers(server, (1 << 31) - 1, tcp if door == "tcp" else server.address):
+            within(SOON_S, lambda: begun(server))
+            within(60, lambda: leases(server) == 0)
 
 
 def test_fetchers_that_stand_still_hold_a_fast_trainer_back_at_no_cost() -> None:
@@ -123,13 +133,13 @@ def test_fetchers_that_stand_still_hold_a_fast_trainer_back_at_no_cost() -> None
         assert server.process is not None
         _, *fetchers = descendants(server.process.pid)
         stub = server.stub
-        stub.PushWeights(push_messages(one_shard()), timeout=10)
+        stub.PushWeights(push_messages(one_shard()), timeout=SOON_S)
         base = peak = memory(server)
         for pid in fetchers:
             os.kill(pid, signal.SIGSTOP)
         try:
-            call = stub.PushWeights.future(push_messages(one_shard(128 << 20)), timeout=60)
-            within(20, partial(receives, server, 32 << 20))
+            call = stub.PushWeights.future(push_messages(one_shard(128 << 20)), timeout=120)
+            within(SOON_S, partial(receives, server, 32 << 20))
             for _ in range(20):
                 peak = max(peak, memory(server))
                 time.sleep(0.05)
@@ -152,7 +162,7 @@ def test_watches_that_never_read_are_dropped_and_bounded() -> None:
     with serving(*flags) as server:
         stub = server.stub
         text = {"note": "x" * (15 << 10)}
-        stub.PushWeights(push_messages(one_shard(), metadata=text), timeout=10)
+        stub.PushWeights(push_messages(one_shard(), metadata=text), timeout=SOON_S)
         deaf = [stub.WatchVersions(pb.WatchVersionsRequest(model=MODEL)) for _ in range(READERS)]
         seen = 0
         heard = stub.WatchVersions(pb.WatchVersionsRequest(model=MODEL))
@@ -169,17 +179,17 @@ def test_watches_that_never_read_are_dropped_and_bounded() -> None:
         def caught_up(number: int) -> bool:
             return seen >= number
 
-        within(5, partial(caught_up, 1))
+        within(SOON_S, partial(caught_up, 1))
         base = memory(server)
         changes = 1500
         for number in range(changes):
             pin = pb.PinVersionRequest(model=MODEL, version=FIRST, pinned=number % 2 == 0)
-            stub.PinVersion(pin, timeout=5)
+            stub.PinVersion(pin, timeout=SOON_S)
             if number % 100 == 0:
-                within(20, partial(caught_up, number))
+                within(SOON_S, partial(caught_up, number))
         assert memory(server) - base < 200e6
         # One that reads has missed nothing.
-        within(20, partial(caught_up, changes + 1))
+        within(SOON_S, partial(caught_up, changes + 1))
         for watch in deaf:
             with pytest.raises(grpc.RpcError) as caught:
                 for _ in watch:
@@ -188,4 +198,4 @@ def test_watches_that_never_read_are_dropped_and_bounded() -> None:
             assert error.reason in (Reason.DEADLINE_EXCEEDED, Reason.LIMIT_EXCEEDED)
         heard.cancel()
         thread.join()
-        assert stub.PushWeights(push_messages(one_shard(1)), timeout=10).commit.version
+        assert stub.PushWeights(push_messages(one_shard(1)), timeout=SOON_S).commit.version

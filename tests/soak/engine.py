@@ -3,9 +3,10 @@
 python -m tests.soak.engine RUN_DIR [SOCKET [CONTENT]]
 
 It serves EngineService on SOCKET, by default RUN_DIR/engine.sock, and on a socket beside it that
-ends in .probe tells every caller what it generates with: one line of JSON with its state and the
-digest of its live parameters, of each rank where they differ. It has two ranks, the failpoints of
-real ones, and reads versions as they come. Its checkpoint has the content with that number, 0.
+ends in .probe tells every caller what it generates with: one line of JSON with its state, whether a
+pause of it goes on, and the digest of its live parameters, of each rank where they differ. It has
+two ranks, the failpoints of real ones, and reads versions as they come. Its checkpoint has the
+content with that number, 0.
 """
 
 from __future__ import annotations
@@ -147,7 +148,11 @@ class SlowEngine(_SlowRank, MemoryEngine):
             content_digest((n, *KINDS[n], tensor_digest(rank.live[n])) for n in KINDS)
             for rank in self.ranks
         }
-        return {"generating": generating, "content": ", ".join(sorted(contents))}
+        return {
+            "generating": generating,
+            "content": ", ".join(sorted(contents)),
+            "leased": bool(self._lease.id),
+        }
 
     async def hello(self) -> EngineInfo:
         """Tell what the engine is."""

@@ -92,7 +92,7 @@ def push_messages(shard: Shard, **fields: object) -> Iterator[Message]:
 
 def model_status(stub: weightsync_pb2_grpc.WeightSyncStub) -> pb.ModelStatus:
     """Return the state of the server's only model."""
-    (model,) = stub.GetStatus(pb.GetStatusRequest(), timeout=5).models
+    (model,) = stub.GetStatus(pb.GetStatusRequest(), timeout=20).models
     return model
 
 

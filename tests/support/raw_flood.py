@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping
 
-__all__ = ["KINDS", "half_open"]
+__all__ = ["KINDS", "called", "half_open"]
 
 _STATUS = "/weightsync.v1.WeightSync/GetStatus"
 _DATA, _RESET, _PING, _WINDOW = 0, 3, 6, 8
@@ -38,7 +38,8 @@ def half_open(stream: int) -> bytes:
     return headers_frame(stream, _STATUS)
 
 
-def _called(stream: int) -> bytes:
+def called(stream: int) -> bytes:
+    """Return a call with its request."""
     # An empty request is an empty message.
     return half_open(stream) + frame(_DATA, 1, stream, bytes(5))
 
@@ -48,9 +49,9 @@ KINDS: Mapping[str, Callable[[int], bytes]] = {
     "settings": lambda _: settings_frame(random.randrange(1, 1 << 20)),
     "pings": lambda stream: frame(_PING, 0, 0, struct.pack(">Q", stream)),
     "resets": lambda stream: half_open(stream) + _reset(stream),
-    "called and reset": lambda stream: _called(stream) + _reset(stream),
+    "called and reset": lambda stream: called(stream) + _reset(stream),
     "half open": half_open,
-    "never read": _called,
+    "never read": called,
     "windows": lambda _: frame(_WINDOW, 0, 0, struct.pack(">I", random.randrange(1 << 20))),
     "unknown": lambda stream: frame(200, stream & 0xFF, stream, b"x" * 50),
 }

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ import torch
 from tests.soak.contents import KINDS, MemoryContents
 from tests.soak.site import MemoryEngineProcess
 from tests.support.following import until
+from tests.support.processes import state
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import Client, EngineState
@@ -72,11 +75,14 @@ class EngineHost:
 
     def appear(self, *names: str, content: int = 0) -> None:
         """Start engines whose checkpoint has a content."""
-        for name in names:
-            socket = self.folder / f"{name}.sock"
-            engine = MemoryEngineProcess(self.server.run_dir, socket, content)
+
+        def start(name: str) -> None:
+            engine = MemoryEngineProcess(self.server.run_dir, self.folder / f"{name}.sock", content)
             engine.start()
             self.engines[name] = engine
+
+        with ThreadPoolExecutor(len(names)) as starting:
+            list(starting.map(start, names))
 
     def disappear(self, name: str) -> None:
         """Kill an engine, and remove its socket."""
@@ -97,6 +103,15 @@ class EngineHost:
     def serves(self) -> dict[str, int | None]:
         """Return the content that each engine generates with; None: it stands still."""
         return {name: self._number(self._told(name)) for name in list(self.engines)}
+
+    def leases_end(self) -> None:
+        """Return when no engine is paused under a lease any more: each has run out or was ended."""
+
+        def so() -> bool:
+            told = [engine.told() for engine in self.engines.values()]
+            return all(one is not None and not one["leased"] for one in told)
+
+        until(so, "the leases of pauses end", _SETTLE_S)
 
     def all_serve(self, content: int) -> None:
         """Return when every engine generates with a content, and the server says so."""
@@ -142,6 +157,18 @@ class EngineHost:
         """Whether the server has ended."""
         process = self.server.process
         return process is not None and process.poll() is not None
+
+    @contextlib.contextmanager
+    def stopped_at(self, point: str) -> Iterator[None]:
+        """Let the server go on, at a failpoint whose plan is `stop`, when the block ends."""
+        process = self.server.process
+        assert process is not None
+        until(lambda: self.hit(point), f"the apply comes to {point}")
+        until(lambda: state(process.pid) == "T", "the server stands still there")
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         """Start the server again, without failpoints."""
