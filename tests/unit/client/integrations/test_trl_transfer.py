@@ -3,7 +3,7 @@
 The calls and their order are those of huggingface/trl 1.16.0, file
 trl/experimental/async_grpo/async_grpo_trainer.py: `_TrainBeginCallback.on_train_begin`,
 `_sync_weight_merged` and `_inner_training_loop`. That trainer itself runs in one test here, and in
-tests/integration/examples with its own rollouts.
+tests/matrix/examples with its own rollouts.
 """
 
 from __future__ import annotations

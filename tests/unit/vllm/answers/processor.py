@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's OutputProcessor; the real one is in tests/integration/vllm."""
+"""A stand-in for vLLM's OutputProcessor; the real one is in tests/vllm."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Leases, fences and failures of the engine adapter, over a stand-in for vLLM's AsyncLLM.
 
 The stand-in only lets the test choose when vLLM answers and what; the same paths run against a real
-vLLM in tests/integration/vllm.
+vLLM in tests/vllm.
 """
 
 from __future__ import annotations
