@@ -232,7 +232,8 @@ class Stager:
     async def _loaded(self, record: VersionRecord, timeout_s: float, deadline: float) -> None:
         version = record.version
         task = self._loading.get(version)
-        if task is None:
+        # One that has ended is forgotten a moment later: what it came to is not for who comes now.
+        if task is None or task.done():
             # Owned by nobody who waits: a caller that gives up leaves a version that is staged.
             self._queued[version] = deadline
             task = self._loading[version] = asyncio.create_task(self._load(record))
@@ -253,8 +254,9 @@ class Stager:
             )
 
     def _ended(self, version: int, task: asyncio.Task[None]) -> None:
-        self._loading.pop(version, None)
-        self._queued.pop(version, None)
+        if self._loading.get(version) is task:
+            del self._loading[version]
+            self._queued.pop(version, None)
         if not task.cancelled():
             # Retrieved: whoever waited may be gone.
             task.exception()

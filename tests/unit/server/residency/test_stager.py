@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,8 +199,7 @@ async def test_staging_waits_for_a_slot_and_says_so(here: World) -> None:
     assert f"version 3 receiving by push {push.push_id}" in caught.value.message
     assert "`weightsync abort ID`" in caught.value.message
     assert caught.value.metadata == {"slots": "2", "push_ids": push.push_id}
-    waiting = asyncio.create_task(here.model.stager.stage(1, 5))
-    await asyncio.sleep(0.01)
+    waiting = await read_of(here, 1)
     await here.pushes.abort(pb.AbortPushRequest(push_id=caught.value.metadata["push_ids"]))
     (await waiting).release()
     second.release()
@@ -219,6 +219,25 @@ async def test_who_joins_a_read_that_waits_for_a_slot_waits_as_long_as_it_asked_
     assert not second.done(), "the first caller's deadline is not the second's"
     others[0].release()
     (await second).release()
+    others[1].release()
+
+
+async def test_who_comes_when_a_read_gives_up_waits_as_long_as_it_asked_for(here: World) -> None:
+    await third_evicts_first(here)
+    others = [await here.model.stager.stage(version, 5) for version in (2, 3)]
+    loop, begun = asyncio.get_running_loop(), []
+
+    def begin_second() -> None:
+        begun.append(loop.create_task(here.model.stager.stage(1, 5)))
+
+    # A busy machine: one comes in the turn of the loop in which the read notices that it is over.
+    over = loop.time() + 0.1
+    loop.call_at(over - 0.05, time.sleep, 0.2)
+    loop.call_at(over, loop.call_soon, begin_second)
+    with pytest.raises(WeightSyncError, match="no slot came free"):
+        await here.model.stager.stage(1, 0.1)
+    others[0].release()
+    (await begun[0]).release()
     others[1].release()
 
 
