@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["arguments", "emit", "median"]
+__all__ = ["arguments", "emit", "median", "short"]
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -24,7 +24,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 def median(samples: Sequence[float]) -> float:
     """Return the median, to four significant digits."""
-    return _short(statistics.median(samples))
+    return short(statistics.median(samples))
 
 
 def emit(
@@ -46,7 +46,7 @@ def emit(
     """
     figures = {name: median(values) for name, values in samples.items()} | dict(facts or {})
     spread = {
-        name: {"min": _short(min(values)), "max": _short(max(values)), "rounds": len(values)}
+        name: {"min": short(min(values)), "max": short(max(values)), "rounds": len(values)}
         for name, values in samples.items()
     }
     if as_json:
@@ -59,7 +59,8 @@ def emit(
         print(f"  {name:32} {value}{around}")
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
+    """Return a figure to four significant digits, as every one is told."""
     return float(f"{value:.4g}")
 
 

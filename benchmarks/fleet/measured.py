@@ -19,6 +19,7 @@ from benchmarks.fleet.linked_servers import make_trust
 from benchmarks.fleet.pushing_trainer import pushing_trainer, save_model
 from benchmarks.fleet.shaped_links import GATEWAY, LinkedHost, shaped_links
 from benchmarks.fleet.transfers import Samples, Site, Way, following, one_by_one, rounds_of
+from benchmarks.report import short
 from benchmarks.source import Source
 from tests.support.etcd import Etcd
 from tests.support.object_servers import moto
@@ -116,11 +117,10 @@ def _disk_seconds(folder: Path, size: int) -> float:
 
 
 def _facts(samples: Samples) -> dict[str, Any]:
-    decision_p99_s = percentile(samples["decision_s"], 0.99)
     return {
-        "decision_p99_s": round(decision_p99_s, 4),
-        "create_to_read_p99_s": round(percentile(samples["create_to_read_s"], 0.99), 4),
-        "skew_p99_s": round(percentile(samples["skew_s"], 0.99), 4),
+        "decision_p99_s": short(percentile(samples["decision_s"], 0.99)),
+        "create_to_read_p99_s": short(percentile(samples["create_to_read_s"], 0.99)),
+        "skew_p99_s": short(percentile(samples["skew_s"], 0.99)),
         "wanted_at_most": {
             "over_one_by_one_file": _WANTED_RATIO,
             "over_one_by_one_s3": _WANTED_RATIO,

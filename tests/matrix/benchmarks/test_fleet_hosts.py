@@ -28,7 +28,6 @@ def test_bytes_decisions_and_a_late_joiner(etcd: str, program: Callable[[str, st
     for way in _WAYS:
         for name in ("push_to_staged_everywhere_s", "push_s", "over_one_by_one", "cores"):
             assert report[f"{name}_{way}"] > 0
-        assert report[f"push_s_{way}"] <= report[f"push_to_staged_everywhere_s_{way}"]
     # What a store takes it takes once, whatever of it is headers; each follower asks the origin.
     for way in ("file", "s3"):
         assert 1 <= report[f"origin_sent_{way}"] < 1.5
@@ -50,6 +49,6 @@ def test_bytes_decisions_and_a_late_joiner(etcd: str, program: Callable[[str, st
         "disk_s",
     ):
         assert report[name] > 0
-    assert report["decision_s"] <= report["decision_p99_s"] < report["spread"]["barrier_s"]["max"]
+    assert report["decision_s"] <= report["decision_p99_s"] <= report["spread"]["barrier_s"]["max"]
     assert report["skew_p99_s"] >= report["skew_s"] >= 0
     assert report["late_joiner_s"] > least_s
