@@ -105,6 +105,9 @@ def _run_part(stage: str, part: Part, chosen: list[str], options: list[str], see
     ]
     if chosen and not paths:
         return
+    if gone := [path for path in part.paths if not (ROOT / path).exists()]:
+        seen.broken.append(f"there is no {' and no '.join(gone)}")
+        return
     cores = int(os.environ.get("JOBS") or os.cpu_count() or 1)
     record = _RECORDS / f"{stage}.part.json"
     record.unlink(missing_ok=True)
@@ -123,7 +126,7 @@ def _run_part(stage: str, part: Part, chosen: list[str], options: list[str], see
     if record.exists():
         seen.tests |= json.loads(record.read_text())["tests"]
         record.unlink()
-    if done.returncode not in (0, 1, _NO_TESTS) or not (seen.tests or done.returncode):
+    if done.returncode not in (0, 1, _NO_TESTS):
         seen.broken.append(f"pytest ended with {done.returncode} in {' '.join(part.paths)}")
 
 
@@ -161,6 +164,8 @@ def main(stage: str, arguments: list[str]) -> int:
         seen.broken.append("lint failed: its findings stand above the tests")
     for part in STAGES[stage]:
         _run_part(stage, part, chosen, options, seen)
+    if not seen.tests and not arguments:
+        seen.broken.append("no test was run")
     taken_s = time.monotonic() - begin
     record = {"run_s": round(taken_s, 1), "tests": dict(sorted(seen.tests.items()))}
     (_RECORDS / f"{stage}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -89,10 +89,10 @@ def test_a_part_runs_after_one_that_failed_and_the_failure_stands_last(tmp_path:
 
 
 def test_a_module_that_cannot_be_read_fails_its_stage(tmp_path: Path) -> None:
-    tree = _copy(tmp_path, {"tests/fleet/test_broken.py": "import no_such_module\n"})
-    done = _run(tree, "test-fleet")
+    tree = _copy(tmp_path, {"tests/faults/test_broken.py": "import no_such_module\n"})
+    done = _run(tree, "test-faults")
     assert done.returncode == 1
-    assert "FAILED tests/fleet/test_broken.py" in done.stdout
+    assert "FAILED tests/faults/test_broken.py" in done.stdout
     assert "no_such_module" in done.stdout
 
 
@@ -102,6 +102,14 @@ def test_paths_choose_what_lies_in_the_stage(tmp_path: Path) -> None:
     done = _run(tree, "test", "tests/main/test_b.py", "-q")
     assert done.returncode == 0, done.stdout
     assert "test: 1 passed, 0 failed, 0 skipped" in done.stdout
+
+
+def test_a_stage_that_runs_nothing_fails(tmp_path: Path) -> None:
+    empty = _run(_copy(tmp_path, {"tests/faults/test_none.py": ""}), "test-faults")
+    assert (empty.returncode, empty.stdout.splitlines()[-1]) == (1, "no test was run")
+    gone = _run(tmp_path, "test-vllm")
+    assert gone.returncode == 1
+    assert "there is no tests/vllm" in gone.stdout
 
 
 def test_an_unknown_stage_is_refused_with_the_names() -> None:

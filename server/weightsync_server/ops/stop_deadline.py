@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ class StopDeadline:
 
     def _watch(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
         # A thread, because the loop may be what hangs, or may have ended before what does.
-        time.sleep(seconds)
+        threading.Event().wait(seconds)
         try:
             places = _unfinished(loop)
             children = _descendants(os.getpid())
