@@ -21,8 +21,8 @@ __all__ = [
     "stop",
 ]
 
-#: As of nice(1): a tenth of the weight that others have.
-_LITTLE = 10
+#: As of nice(1): a third of the weight that others have.
+_LITTLE = 5
 
 
 def descriptors(pid: int | str = "self") -> int:

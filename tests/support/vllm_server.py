@@ -142,7 +142,6 @@ class VllmServer:
             self.process = subprocess.Popen(
                 self.command(), env=environment, stdout=log, stderr=log, start_new_session=True
             )
-        give_way(self.process.pid)
         return self
 
     def ready(self) -> VllmServer:
@@ -161,6 +160,8 @@ class VllmServer:
             if self.process.poll() is not None:
                 break
             if self.healthy():
+                # Not before: a start on a busy machine takes its time as it is.
+                give_way(self.process.pid)
                 return
             time.sleep(0.2)
         tail = self.log_path.read_text(errors="replace")[-20000:]
