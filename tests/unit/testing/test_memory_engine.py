@@ -102,7 +102,7 @@ def _pair(tmp_path: Path) -> MemoryEngine:
 async def test_a_pause_that_nobody_ends_resumes_on_what_every_rank_holds(tmp_path: Path) -> None:
     engine = _pair(tmp_path)
     await engine.resume("", 3, "")
-    lease = await engine.pause(PauseSpec(), 0.05)
+    lease = await engine.pause(PauseSpec(), 0.5)
     await engine.call_workers("weightsync_commit", {"apply_id": "1", "version": 4})
     await _until(engine, EngineState.SERVING)
     assert engine.version == 4
@@ -114,7 +114,7 @@ async def test_a_pause_that_nobody_ends_resumes_on_what_every_rank_holds(tmp_pat
 async def test_a_pause_that_nobody_ends_is_fenced_on_a_mixture(tmp_path: Path) -> None:
     engine = _pair(tmp_path)
     await engine.resume("", 3, "")
-    await engine.pause(PauseSpec(), 0.05)
+    await engine.pause(PauseSpec(), 0.5)
     await engine.ranks[1].call("weightsync_commit", {"apply_id": "1"})
     await _until(engine, EngineState.FENCED)
 
@@ -123,7 +123,7 @@ async def test_a_pause_that_fences_asks_for_its_decision(tmp_path: Path) -> None
     engine = _pair(tmp_path)
     await engine.resume("", 3, "")
     apply = OpenApply("a1", 3, 4)
-    lease = await engine.pause(PauseSpec(on_expiry=OnExpiry.FENCE, apply=apply), 0.05)
+    lease = await engine.pause(PauseSpec(on_expiry=OnExpiry.FENCE, apply=apply), 0.5)
     await engine.call_workers("weightsync_commit", {"apply_id": "1", "version": 4})
     await _until(engine, EngineState.FENCED)
     info = await engine.hello()

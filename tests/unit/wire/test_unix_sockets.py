@@ -77,7 +77,8 @@ def test_a_listener_that_accepts_nobody_lives(path: Path) -> None:
                 waiting.connect(str(path))
         begun = time.monotonic()
         assert "another process listens on" in _refusal(path)
-        assert time.monotonic() - begun < 1
+        # To connect would take for ever.
+        assert time.monotonic() - begun < 20
 
 
 def test_a_socket_of_another_kind_lives(path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.clocks import Clocks
 from tests.unit.server.engine.plant import until
 from tests.unit.server.world import MODEL, World, simple, world
-from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.status_page import PageWriter
@@ -217,7 +217,7 @@ async def test_one_whose_turn_comes_after_a_failed_load_loads_all_the_same(
 async def test_who_waits_too_long_is_told_how_far_it_is_and_the_load_goes_on(
     loads: LoadScheduler, engine: Loaders, two: VersionRecord
 ) -> None:
-    task = asyncio.create_task(loads.ensure(two, 0.3))
+    task = asyncio.create_task(loads.ensure(two, 1.5))
     await engine.loads(1)
     engine.tell({"load": "loading", "percent": 70}, {"load": "capturing", "percent": 30})
     with pytest.raises(WeightSyncError) as caught:
@@ -258,15 +258,20 @@ async def test_a_refusal_of_the_call_itself_counts_as_a_failure(
 
 
 async def test_after_a_failure_another_group_of_loaders_meets_and_loads_are_put_off(
-    loads: LoadScheduler, engine: Loaders, two: VersionRecord, three: VersionRecord
+    loads: LoadScheduler,
+    engine: Loaders,
+    two: VersionRecord,
+    three: VersionRecord,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clocks = Clocks.over(monkeypatch)
     await _loaded(loads, engine, two)
     error = await _fail(loads, engine, three)
     assert error.reason is Reason.ENGINE_AWAY
     assert "status 9" in error.message
     loads.begin(three)
     assert not loads.running, "it is put off"
-    await asyncio.sleep(0.06)
+    clocks.let_pass(0.06)
     loads.begin(three)
     await engine.loads(3)
     engine.ready(three.content_digest)
@@ -276,13 +281,14 @@ async def test_after_a_failure_another_group_of_loaders_meets_and_loads_are_put_
 
 
 async def test_from_failure_to_failure_the_next_load_is_put_off_longer(
-    loads: LoadScheduler, engine: Loaders, two: VersionRecord
+    loads: LoadScheduler, engine: Loaders, two: VersionRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clocks = Clocks.over(monkeypatch)
     waits = []
     for _ in range(3):
         await _fail(loads, engine, two)
-        waits.append(loads._failures.not_before - clock.monotonic())
-    assert 0 < waits[0] < 0.05 < waits[1] < 0.1 < waits[2] < 0.2
+        waits.append(loads._failures.not_before - clocks.monotonic)
+    assert waits == pytest.approx([0.05, 0.1, 0.2])
 
 
 async def test_damage_that_is_found_after_a_load_makes_it_count_as_not_loaded(

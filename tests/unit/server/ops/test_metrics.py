@@ -249,13 +249,12 @@ async def test_an_endless_request_is_dropped(endpoint: MetricsEndpoint) -> None:
 async def test_a_half_sent_request_is_dropped_while_others_are_served(
     endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch, drip: bool
 ) -> None:
-    monkeypatch.setattr(module, "_REQUEST_S", 1.0)
+    monkeypatch.setattr(module, "_REQUEST_S", 2.0)
     slow = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(100)]
     for _, writer in slow:
         writer.write(b"GET /met")
-    start = time.monotonic()
     assert b"200 OK" in await _ask(endpoint.port)
-    assert time.monotonic() - start < 0.9
+    assert endpoint._clients, "it was answered before the others were dropped"
 
     async def feed(writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -267,12 +266,11 @@ async def test_a_half_sent_request_is_dropped_while_others_are_served(
     dripping = [asyncio.ensure_future(feed(writer)) for _, writer in slow] if drip else []
     for reader, writer in slow:
         with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 assert await reader.read() == b""
         writer.close()
     for task in dripping:
         task.cancel()
-    assert time.monotonic() - start < 8
 
 
 async def test_a_port_that_is_taken_is_told(metrics: Metrics, endpoint: MetricsEndpoint) -> None:

@@ -282,10 +282,10 @@ async def test_lease_that_ends_during_a_hanging_call_fences_then_asks() -> None:
 async def test_renewed_lease_holds_and_an_old_one_is_refused() -> None:
     llm = Llm()
     engine = await _serving(llm)
-    lease = await engine.pause(PauseSpec(), 0.3)
+    lease = await engine.pause(PauseSpec(), 1.5)
     for _ in range(4):
-        await asyncio.sleep(0.1)
-        await engine.renew(lease.lease_id, 0.3)
+        await asyncio.sleep(0.4)
+        await engine.renew(lease.lease_id, 1.5)
     assert _state(engine) is EngineState.PAUSED
     assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.APPLY_BUSY
     await engine.resume(lease.lease_id, 7, DIGEST)
@@ -703,7 +703,7 @@ async def test_what_vllm_takes_too_long_for_fences_until_it_has_returned(what: s
         llm.pause_scheduler_async = pause  # type: ignore[method-assign]
         error = await _refused(engine.pause(PauseSpec(clear_cache=False), 0.05))
     else:
-        lease = await engine.pause(PauseSpec(clear_cache=False), 0.05)
+        lease = await engine.pause(PauseSpec(clear_cache=False), 0.5)
         llm.resume_generation = resume  # type: ignore[method-assign]
         error = await _refused(engine.resume(lease.lease_id, 7, DIGEST))
     assert error.reason is Reason.ENGINE_FENCED

@@ -48,7 +48,7 @@ async def test_what_was_committed_keeps_its_label_when_nobody_resumes() -> None:
     llm = Llm()
     engine = await _serving(llm)
     llm.digests = ["b" * 32] * 2
-    await engine.pause(PauseSpec(), 0.1)
+    await engine.pause(PauseSpec(), 0.5)
     await engine.call_workers("weightsync_commit", {"apply_id": "x", "version": 8})
     await _until(lambda: _state(engine) is EngineState.SERVING)
     assert llm.log[-2:] == ["label 8", "resume"]
@@ -57,7 +57,7 @@ async def test_what_was_committed_keeps_its_label_when_nobody_resumes() -> None:
 async def test_a_server_that_tells_no_version_loses_no_label() -> None:
     llm = Llm()
     engine = await _serving(llm)
-    await engine.pause(PauseSpec(), 0.1)
+    await engine.pause(PauseSpec(), 0.5)
     await engine.call_workers("weightsync_commit", {"apply_id": "x"})
     await _until(lambda: _state(engine) is EngineState.SERVING)
     assert llm.log[-2:] == ["label 7", "resume"]
@@ -96,10 +96,10 @@ async def test_a_pause_that_fences_generates_nothing_when_it_runs_out() -> None:
 async def test_a_pause_that_fences_goes_on_as_any_while_it_is_renewed() -> None:
     llm = Llm()
     engine = await _serving(llm)
-    lease = await engine.pause(_fencing(), 0.3)
+    lease = await engine.pause(_fencing(), 1.5)
     for _ in range(4):
-        await asyncio.sleep(0.1)
-        await engine.renew(lease.lease_id, 0.3)
+        await asyncio.sleep(0.4)
+        await engine.renew(lease.lease_id, 1.5)
     assert _state(engine) is EngineState.PAUSED
     await engine.resume(lease.lease_id, 7, DIGEST)
     assert (await engine.health()).open_apply is None
@@ -157,9 +157,10 @@ async def test_a_resume_that_came_in_time_counts() -> None:
     llm = Slow()
     llm.go.set()
     engine = await _serving(llm)
-    lease = await engine.pause(_fencing(), 1.0)
+    lease = await engine.pause(_fencing(), 2.0)
     llm.go.clear()
-    await asyncio.sleep(0.5)
+    # vLLM gets as long for a resume, so that the lease ends first.
+    await asyncio.sleep(1.0)
     resuming = asyncio.create_task(engine.resume(lease.lease_id, 7, DIGEST))
     # Requests are refused meanwhile.
     await _until(lambda: _state(engine) is EngineState.FENCED)

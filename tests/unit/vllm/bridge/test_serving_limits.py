@@ -28,8 +28,8 @@ async def test_an_engine_that_hears_nothing_is_fenced_and_goes_on_when_it_is_let
     engine = await _serving(llm)
     assert LIMITS_SERVING in (await engine.hello()).capabilities
     for _ in range(5):
-        await engine.serve_for(0.1)
-        await asyncio.sleep(0.03)
+        await engine.serve_for(1.0)
+        await asyncio.sleep(0.25)
     assert _state(engine) is EngineState.SERVING
     reason = await _fenced(engine)
     assert "weightsync-server" in reason
