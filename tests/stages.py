@@ -56,8 +56,8 @@ class Part:
 
     Attributes:
         paths: Folders and modules.
-        per_core: Modules at a time for each core: one where tests compute, three where they wait
-            for other processes and timers.
+        per_core: Modules at a time for each core: one where tests compute, up to three where they
+            wait for other processes and timers.
         but: Folders and modules below `paths` that it leaves out.
     """
 
@@ -69,7 +69,7 @@ class Part:
 #: What `make STAGE` and CI run, in the order of CI.
 STAGES: dict[str, tuple[Part, ...]] = {
     "test": (
-        Part(("tests/unit", "tests/planted"), but=_EXTENSIONS + _FLEETS),
+        Part(("tests/unit", "tests/planted"), per_core=2, but=_EXTENSIONS + _FLEETS),
         Part(("tests/main",), per_core=3),
     ),
     "test-extensions": (Part(_EXTENSIONS), Part(("tests/extensions",), per_core=2)),
