@@ -54,12 +54,12 @@ class Cell:
         return {"dtype": self.dtype, "tied": self.tied}
 
 
-#: Each dtype, tp, tied and not, and experts; the matrix adds the other families.
+#: Each dtype, tp, tied and not, and experts; the battery adds the other families.
 PAIRWISE = (
     Cell("qwen2", "float32", 2, tied=False),
     Cell("llama", "bfloat16", 1, tied=False),
     Cell("gemma3", "bfloat16", 1, tied=True),
-    # Each rank has half of the experts; in the matrix half of each, and all of them.
+    # Each rank has half of the experts; in the battery half of each, and all of them.
     Cell("qwen3_moe", "bfloat16", 2, tied=False, expert_parallel=True),
 )
 EXPERTS = (
@@ -77,8 +77,6 @@ ALL = tuple(
     )
     if tied or not arch.startswith("gemma")
 )
-#: With PAIRWISE: every family but qwen3, of which qwen3_moe has all but the dense layers.
-MATRIX = (Cell("gemma2", "bfloat16", 1, tied=True), EXPERTS[0])
 
 
 def _answers(vllm: VllmServer) -> list[dict[str, Any]]:
@@ -183,8 +181,7 @@ def test_equal_to_a_fresh_engine(
 @pytest.mark.parametrize(
     "cell",
     [
-        # make battery runs the rest.
-        pytest.param(cell, marks=() if cell in MATRIX else pytest.mark.battery)
+        pytest.param(cell, marks=pytest.mark.battery)
         for cell in (*ALL, *EXPERTS)
         if cell not in PAIRWISE
     ],
