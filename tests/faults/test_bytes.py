@@ -115,7 +115,7 @@ def untouched(site: Site) -> Iterator[None]:
     yield
     same_again(take, before)
     told = site.engine.told()
-    assert told == {"generating": True, "content": _CONTENTS.digest(1)}
+    assert told == {"generating": True, "content": _CONTENTS.digest(1), "leased": False}
     stub = site.server.stub
     assert stub.VerifyVersion(pb.VerifyVersionRequest(model=MODEL), timeout=30).verified
 
