@@ -48,6 +48,8 @@ _EXTENSIONS = (
 )
 #: Unit tests of fleets: their model, and members in one process.
 _FLEETS = ("tests/unit/server/fleet", "tests/unit/server/fleet_host", "tests/unit/server/register")
+#: Examples with a real vLLM each, and benchmarks in small.
+_COMPUTING = ("tests/matrix/examples", "tests/matrix/benchmarks")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,10 @@ STAGES: dict[str, tuple[Part, ...]] = {
     "test-faults": (Part(("tests/faults",), per_core=3),),
     "test-fleet": (Part((*_FLEETS, "tests/fleet"), per_core=3),),
     "test-vllm": (Part(("tests/vllm",)),),
-    "test-matrix": (Part(("tests/matrix", "tests/deploy")),),
+    "test-matrix": (
+        Part(("tests/matrix", "tests/deploy"), per_core=3, but=_COMPUTING),
+        Part(_COMPUTING),
+    ),
 }
 
 
