@@ -75,7 +75,7 @@ STAGES: dict[str, tuple[Part, ...]] = {
         Part(("tests/main",), per_core=3),
     ),
     "test-extensions": (Part(_EXTENSIONS), Part(("tests/extensions",), per_core=2)),
-    "test-faults": (Part(("tests/faults",), per_core=3),),
+    "test-faults": (Part(("tests/faults", "tests/fuzz"), per_core=3),),
     "test-fleet": (Part((*_FLEETS, "tests/fleet"), per_core=3),),
     "test-vllm": (Part(("tests/vllm",)),),
     "test-matrix": (

@@ -13,7 +13,7 @@ from tests.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
 #: Run by targets of their own.
-_OTHERS = ("tests/gpu", "tests/fuzz", "tests/soak")
+_OTHERS = ("tests/gpu",)
 
 
 def _stages_of(module: Path) -> list[str]:
@@ -89,10 +89,10 @@ def test_a_part_runs_after_one_that_failed_and_the_failure_stands_last(tmp_path:
 
 
 def test_a_module_that_cannot_be_read_fails_its_stage(tmp_path: Path) -> None:
-    tree = _copy(tmp_path, {"tests/faults/test_broken.py": "import no_such_module\n"})
-    done = _run(tree, "test-faults")
+    tree = _copy(tmp_path, {"tests/vllm/test_broken.py": "import no_such_module\n"})
+    done = _run(tree, "test-vllm")
     assert done.returncode == 1
-    assert "FAILED tests/faults/test_broken.py" in done.stdout
+    assert "FAILED tests/vllm/test_broken.py" in done.stdout
     assert "no_such_module" in done.stdout
 
 
@@ -105,11 +105,11 @@ def test_paths_choose_what_lies_in_the_stage(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_runs_nothing_fails(tmp_path: Path) -> None:
-    empty = _run(_copy(tmp_path, {"tests/faults/test_none.py": ""}), "test-faults")
+    empty = _run(_copy(tmp_path, {"tests/vllm/test_none.py": ""}), "test-vllm")
     assert (empty.returncode, empty.stdout.splitlines()[-1]) == (1, "no test was run")
-    gone = _run(tmp_path, "test-vllm")
+    gone = _run(tmp_path, "test-faults")
     assert gone.returncode == 1
-    assert "there is no tests/vllm" in gone.stdout
+    assert "there is no tests/faults and no tests/fuzz" in gone.stdout
 
 
 def test_an_unknown_stage_is_refused_with_the_names() -> None:
