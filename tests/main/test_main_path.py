@@ -30,7 +30,7 @@ from weightsync_client import Client, Way
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 _PROMPTS = ("hello world", "the quick brown fox", "a")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmServer", "cpu_environment", "own_core"]
 
-_START_S = 240.0
+_START_S = 480.0
 
 
 def cpu_environment(*, workers: int = 1, plain: bool = True) -> dict[str, str]:
@@ -185,7 +185,7 @@ class VllmServer:
         self,
         path: str,
         body: Mapping[str, Any] | None = None,
-        timeout: float = 60.0,
+        timeout: float = 180.0,
         core: int | None = None,
     ) -> tuple[int, Any]:
         """Return status and decoded body of one HTTP call; `core` is the engine core to answer."""
@@ -202,7 +202,7 @@ class VllmServer:
         path: str,
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
-        timeout: float = 60.0,
+        timeout: float = 180.0,
     ) -> Any:
         """Return the open answer to an HTTP call, whatever its status, as http.client has it."""
         data = None if body is None else json.dumps(body).encode()

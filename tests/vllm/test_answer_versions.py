@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tests.support.staging import Version
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 #: Enough that an apply comes between two of a long request's tokens.
 LAYERS, TOKENS = 12, 480

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.support.staging import Version
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPT = "The quick brown"
 #: Enough that a step takes longer than vLLM's API process needs for what it yields. Outputs that

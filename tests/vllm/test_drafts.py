@@ -21,7 +21,7 @@ from weightsync_client import Client, ClientError, EngineState
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 _SERVING_S = 120.0
 _PROMPT = "the quick brown fox"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def seen(checkpoint: Callable[..., Path], run_dir: Path) -> dict[str, Any]:
         env={**os.environ, **cpu_environment(), "VLLM_PLUGINS": "weightsync"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]

@@ -12,7 +12,7 @@ from tests.support.vllm_server import cpu_environment
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def test_it_is_pushed_to_restarted_and_leaves_nothing(run_dir: Path) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.support.staging import BridgeClient, Version
     from tests.support.vllm_fixtures import Bench
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPTS = ("The quick brown", "Weights move from the trainer", "One two three four five")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def _run(
@@ -43,7 +43,7 @@ def _run(
     found = []
     try:
         for process in running:
-            out, errors = process.communicate(timeout=240)
+            out, errors = process.communicate(timeout=600)
             assert process.returncode == 0, errors[-6000:]
             found.append(json.loads(out.strip().splitlines()[-1]))
     finally:

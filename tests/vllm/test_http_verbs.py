@@ -22,7 +22,7 @@ from weightsync_client import Client
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 _PROMPTS = ("hello world", "the quick brown fox")
 _TOKENS = 400

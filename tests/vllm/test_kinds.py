@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from _pytest.mark import ParameterSet
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 _SERVING_S = 150.0
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Pair = tuple[Path, Path]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 DENSE = ("llama", "qwen3", "gemma2", "gemma3")
 
@@ -69,7 +69,7 @@ def seen(models: dict[str, Pair], run_dir: Path, amx: bool) -> dict[str, Any]:
         env={**os.environ, **cpu_environment(), **({} if amx else NO_AMX)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -15,7 +15,7 @@ from weightsync.vllm.bridge.support import config_refusals
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

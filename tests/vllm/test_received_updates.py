@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tests.support.transfer_site import TransferSite
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 _RANKS = 2
 #: How long ranks wait for a trainer that sends nothing, seconds.

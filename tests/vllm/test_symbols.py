@@ -117,7 +117,7 @@ def test_look_up_tells_what_is_there_from_what_is_not() -> None:
     assert not any(found(place, source_of) for place in absent)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_all_releases_have_every_symbol() -> None:
     releases = _releases()
     assert len(releases) >= LAST_RELEASE[1] - FIRST_RELEASE[1] + 1

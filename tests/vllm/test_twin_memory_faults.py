@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.vllm,
     # A minute and a half; `make test` has the loader of a vLLM that stays awake.
     pytest.mark.battery,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.usefixtures("whole"),
 ]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.support.transfer_site import TransferSite
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

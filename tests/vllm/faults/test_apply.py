@@ -19,7 +19,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.usefixtures("whole"),
 ]
 
