@@ -336,11 +336,12 @@ def test_a_push_that_is_cancelled_on_the_way_leaves_nothing(client: Client) -> N
 def test_what_the_server_cannot_copy_from_a_gpu_is_written_on_the_same_connection(
     server: WeightSyncServer, client: Client
 ) -> None:
-    # There is no GPU here, as its own process finds out; the second time it is asked at once.
+    # There is no GPU here, or none of this trainer's, as its own process finds out; the second time
+    # it is asked at once.
     trainer = Trainer(server.stub, seed=80)
     for index in (0, 1):
         declined = trainer.borrower.collect(index, trainer.placed(index))
-        assert "GPU memory cannot be opened here: there is no CUDA driver" in declined
+        assert "GPU memory cannot be opened here: " in declined
         trainer.hand(index)
     version = trainer.commit().version
     assert client.get_version(version).trainer_verified
@@ -375,7 +376,7 @@ def test_tensors_on_a_gpu_that_the_server_cannot_reach_are_written(
     assert client.get_version(result.version).trainer_verified
     assert same(client, result.version, weights(81))
     (declined,) = asked
-    assert "there is no CUDA driver" in declined
+    assert "GPU memory cannot be opened here: " in declined
 
 
 # Trainers that err.
