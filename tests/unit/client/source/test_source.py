@@ -201,7 +201,7 @@ class Gpu:
     """A device module whose queued work ends when the test says so."""
 
     def __init__(self) -> None:
-        self.done = threading.Event()
+        self.done, self.asked = threading.Event(), threading.Event()
         self.waited: list[str] = []
         self.recorded: list[tuple[str, int]] = []
         gpu = self
@@ -225,7 +225,8 @@ class Gpu:
 
     def wait(self) -> None:
         self.waited.append(threading.current_thread().name)
-        self.done.wait(5)
+        self.asked.set()
+        self.done.wait(60)
 
 
 @pytest.fixture
@@ -260,6 +261,7 @@ def test_nothing_is_read_before_queued_work_is_done(
     expected = model(count=2)
     step(expected, 1)
     handle = client.push_async(tensors)
+    assert gpu.asked.wait(20), "nobody waits for the device"
     step(tensors, 1)
     assert servicer.calls == ["GetStatus"]
     gpu.done.set()
