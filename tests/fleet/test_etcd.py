@@ -36,20 +36,6 @@ PATIENCE_S = 40.0
 PREFIX = "weightsync/fleet"
 
 
-@pytest.fixture(scope="module")
-def one_three(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    cluster = Etcd(etcd, tmp_path_factory.mktemp("three"), 3)
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture
-def three(one_three: Etcd) -> Iterator[Etcd]:
-    """Three members that run again after the test, whatever it has done to them."""
-    yield one_three
-    one_three.mend()
-
-
 @pytest.fixture
 def prefix() -> str:
     """Of the test's own keys."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,28 +9,16 @@ import pytest
 
 from tests.support.fleet_servers import all_serve, push
 from tests.support.following import FollowingServer, until
-from tests.support.object_servers import ObjectServer, moto
+from tests.support.object_servers import ObjectServer
 from weightsync.errors import Reason
 from weightsync_client import ClientError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from weightsync_client import Client
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="wsw") as name:
-        yield Path(name)
 
 
 @pytest.fixture(params=["file", "grpc", "s3"])

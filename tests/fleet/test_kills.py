@@ -177,19 +177,6 @@ Popen = subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
-def one_three(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    cluster = Etcd(etcd, tmp_path_factory.mktemp("etcd"), 3)
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture
-def three(one_three: Etcd) -> Iterator[Etcd]:
-    yield one_three
-    one_three.mend()
-
-
-@pytest.fixture(scope="module")
 def folder_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("folder")
     with contextlib.ExitStack() as stack:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import signal
-import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -15,7 +13,7 @@ import torch
 from benchmarks.servers import free_port
 from tests.support.certificates import Authority
 from tests.support.following import FollowingServer, checkpoint, staged, step, until
-from tests.support.object_servers import ObjectServer, moto
+from tests.support.object_servers import ObjectServer
 from tests.support.secured import authority_text
 from tests.support.serving import wait_serving
 from tests.support.shard_cache import unasked_cache
@@ -25,22 +23,7 @@ from weightsync_client import Client, ClientError, PushKind, RefusedError
 from weightsync_server.auth.principals import new_token, token_hash
 from weightsync_server.catalog.local_numbers import local_number
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="wsf") as name:
-        yield Path(name)
 
 
 @pytest.fixture(params=["file", "grpc", "s3"])

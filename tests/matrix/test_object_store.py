@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.object_proxy import Fault, object_proxy
-from tests.support.object_servers import ObjectServer, moto, s3rver
+from tests.support.object_servers import ObjectServer, s3rver
 from tests.support.serving import wait_serving
 from weightsync import failpoints
 from weightsync_client import Client, ClientError, PushKind, RefusedError
@@ -29,18 +28,6 @@ pytestmark = pytest.mark.timeout(180)
 
 _START_S = 60.0
 _COMMAND = Path(sys.executable).with_name("weightsync-server")
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="wso") as name:
-        yield Path(name)
 
 
 def _tensors(seed: int, size: int = 4) -> dict[str, torch.Tensor]:

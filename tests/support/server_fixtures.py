@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.object_servers import ObjectServer, moto
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync_client import Client, Retry
 
@@ -34,6 +35,13 @@ def folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="wsc"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """An S3 server of the module."""
+    with moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
