@@ -25,6 +25,7 @@ __all__ = [
     "MAX_NAME_BYTES",
     "MAX_TENSORS",
     "build_header",
+    "check_count",
     "check_header",
     "check_shard",
     "check_version",
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 MAX_HEADER_BYTES = 8 << 20
-MAX_TENSORS = 200_000
+MAX_TENSORS = 2_000_000
 MAX_NAME_BYTES = 1024
 MAX_DIMS = 32
 MAX_SHARD_BYTES = 1 << 46
@@ -132,17 +133,26 @@ def check_shard(shard: ShardEntry, tensors: Iterable[TensorEntry]) -> tuple[Tens
     return tuple(ordered)
 
 
+def check_count(tensors: int) -> None:
+    """Refuse a version of too many tensors, before any work is done for them.
+
+    Raises:
+        WeightSyncError: LAYOUT_INVALID.
+    """
+    if tensors > MAX_TENSORS:
+        raise _bad_layout(f"the version holds {tensors} tensors; push at most {MAX_TENSORS}")
+
+
 def check_version(shards: Sequence[ShardEntry], groups: Sequence[Sequence[TensorEntry]]) -> Layout:
     """Return the layout of a version from shards that `check_shard` has passed.
 
     Raises:
         WeightSyncError: LAYOUT_INVALID, for no tensor at all, too many, or one name twice.
     """
+    check_count(sum(map(len, groups)))
     tensors = tuple(tensor for group in groups for tensor in group)
     if not tensors:
         raise _bad_layout("the version holds no tensor; push at least one")
-    if len(tensors) > MAX_TENSORS:
-        raise _bad_layout(f"the version holds {len(tensors)} tensors; at most {MAX_TENSORS}")
     seen: set[str] = set()
     for tensor in tensors:
         if tensor.name in seen:

@@ -21,7 +21,7 @@ from weightsync.wire.named_methods import generic_only
 from weightsync.wire.unix_sockets import claimed, umask
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     import grpc
 
@@ -54,6 +54,7 @@ class Bridge:
         self._server: grpc.aio.Server | None = None
         self._engine: VllmEngine | None = None
         self._socket = ""
+        self._end_calls: Callable[[], None] = lambda: None
 
     def attach_router(self, app: Any) -> None:
         """Put the gate before all routes, and before it what is passed on to the server."""
@@ -108,6 +109,7 @@ class Bridge:
     async def stop(self) -> None:
         """Close the socket; the engine keeps its state."""
         if self._server is not None:
+            self._end_calls()
             await self._server.stop(grace=1.0)
             self._server = None
             _remove(self._socket)
@@ -125,6 +127,7 @@ class Bridge:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
         _bind(server, settings.engine_socket)
         self._socket = settings.engine_socket
+        self._end_calls = servicer.close
         await server.start()
         self._server = server
         logger.info("weightsync: bridge listens on unix:%s", self._socket)

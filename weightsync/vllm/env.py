@@ -95,6 +95,7 @@ class EngineSettings:
             own and sends nothing, seconds.
         answer_versions: Whether answers of vLLM's HTTP API name the versions that made them.
         attachable: Whether parameters on a CPU lie in shared memory, for trainers that attach.
+        update_partial: Whether what such a trainer leaves out stays what it is.
         server_url: Where weightsync-server's HTTP API is; empty: not known.
         server_ca: PEM file of the authorities of its certificate; empty: those of this host.
     """
@@ -107,6 +108,7 @@ class EngineSettings:
     update_timeout_s: float = _UPDATE_TIMEOUT_S
     answer_versions: bool = True
     attachable: bool = False
+    update_partial: bool = False
     server_url: str = ""
     server_ca: str = ""
 
@@ -133,6 +135,7 @@ class EngineSettings:
             _update_timeout(env),
             _switch(env, "WEIGHTSYNC_ANSWER_VERSIONS", default="1"),
             _switch(env, "WEIGHTSYNC_ATTACH", default="0"),
+            _switch(env, "WEIGHTSYNC_UPDATE_PARTIAL", default="0"),
             _server_url(env),
             env.get("WEIGHTSYNC_TLS_CA", "").strip(),
         )

@@ -28,6 +28,7 @@ from weightsync.vllm.bridge.engine_info import describe
 from weightsync.vllm.bridge.generation import GenerationControl
 from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text
 from weightsync.vllm.bridge.received_updates import ReceivedUpdates
+from weightsync.vllm.bridge.resume_guard import ResumeGuard
 from weightsync.vllm.bridge.shielded_tasks import ShieldedTasks
 from weightsync.vllm.bridge.sleep_guard import SleepGuard
 from weightsync.vllm.bridge.step_switch import SWITCH, Switching
@@ -80,18 +81,19 @@ class VllmEngine:
         self._lease = PauseLease(self._on_expiry)
         self._limit = ServeLimit(self._out_of_time)
         self._changes = asyncio.Lock()
+        ResumeGuard(llm.engine_core, self.condition, self._changes.locked)
         self._tasks = ShieldedTasks()
         self._generation = GenerationControl(self._vllm, self._end_fenced)
         self._served = ""
         #: Whether what was started last is what vLLM itself has loaded, and nobody had proved.
         self._unproved = False
         self._turns = DeviceTurns(self._device_in_use, self._workers.settle)
+        settings = EngineSettings.load()
+        facts = self._vllm.transfer_backend, self.condition, settings.update_timeout_s, self._turns
         self.updates = ReceivedUpdates(
             lambda args: self._tasks.run(self._workers.call(UPDATE, args)),
-            self._vllm.transfer_backend,
-            self.condition,
-            EngineSettings.load().update_timeout_s,
-            self._turns,
+            *facts,
+            partial=settings.update_partial,
         )
         # Where the verbs of vLLM's transfers find it.
         llm.weightsync_updates = self.updates
@@ -119,6 +121,7 @@ class VllmEngine:
 
     def condition(self) -> tuple[EngineState, str]:
         """Return the present state and its reason without asking anybody."""
+        self._limit.check()
         if self._vllm.dead:
             return EngineState.DEAD, "the vLLM engine process has died; restart vLLM"
         return self._state, self._reason
@@ -225,7 +228,7 @@ class VllmEngine:
                 raise
             self._workers.committed = None
             if self._state is EngineState.SERVING:
-                self._state, self._reason = EngineState.PAUSED, ""
+                self._state = EngineState.PAUSED
             return Lease(self._lease.take(lease_s, spec), mode)
 
     def _stands(self) -> bool:
@@ -328,6 +331,9 @@ class VllmEngine:
     async def _end_serving(self, reason: str) -> None:
         # At once: a pause or resume under way may take its time, requests are refused from now on.
         self._set_fenced(reason)
+        await self._stop_serving(reason)
+
+    async def _stop_serving(self, reason: str) -> None:
         async with self._changes:
             await self._stand_fenced(reason)
 
@@ -379,7 +385,9 @@ class VllmEngine:
         """Fence what would serve on; what waits for a decision is left to its lease."""
         resumes = self._state is EngineState.PAUSED and self._lease.on_expiry is OnExpiry.RESUME
         if resumes or self._state is EngineState.SERVING:
-            self._tasks.begin(self._end_serving(self._limit.reason))
+            # Not in the task: whoever asks for the state has it end its time, and is answered.
+            self._set_fenced(self._limit.reason)
+            self._tasks.begin(self._stop_serving(self._limit.reason))
 
     def _drop_lease(self) -> None:
         self._lease.drop()
@@ -437,8 +445,6 @@ class VllmEngine:
                 return
             await self._generation.start(self._workers.versions.get(digest, 0))
             self._serve(digest)
-
-    # Failures of vLLM itself.
 
     def _check_alive(self) -> None:
         state, reason = self.condition()

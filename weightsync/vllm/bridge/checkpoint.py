@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.checkpoint_folder import (
+    INDEX,
+    CheckpointFile,
+    CheckpointFolder,
+    packed,
+    read_file,
+    read_index,
+    shown,
+)
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.vllm.bridge.renamed_file import renamed
 from weightsync.vllm.draft import draft_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from weightsync.shm.segment_socket import OfferedFile
 
 __all__ = ["checkpoint_files", "offer_files"]
+
+logger = logging.getLogger(__name__)
+
+_MISTRAL_INDEX = "consolidated.safetensors.index.json"
+#: What decides between copies, as `CheckpointFolder` says it.
+_ORDER = "the order in which vLLM reads files"
 
 
 def _directory(model_config: Any, load_config: Any) -> Path:
@@ -38,13 +55,16 @@ def _directory(model_config: Any, load_config: Any) -> Path:
     )
 
 
-def _indexed(directory: Path, index: str, files: list[Path]) -> list[Path]:
-    """Keep the files of the index where there is one: some repositories hold tensors twice."""
-    path = directory / index
-    if not path.is_file():
-        return files
-    named = set(json.loads(path.read_text())["weight_map"].values())
-    return [file for file in files if file.name in named]
+def _index(directory: Path, name: str) -> Mapping[str, str]:
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return read_index(folder, name)
+    except (WeightSyncError, OSError) as error:
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED, f"the engine's checkpoint cannot be read: {error}"
+        ) from error
+    finally:
+        os.close(folder)
 
 
 def checkpoint_files(model_config: Any, load_config: Any) -> list[Path]:
@@ -55,8 +75,16 @@ def checkpoint_files(model_config: Any, load_config: Any) -> list[Path]:
         load_config: VLLM's LoadConfig.
 
     Raises:
-        WeightSyncError: ENGINE_UNSUPPORTED when it loads no safetensors files.
+        WeightSyncError: ENGINE_UNSUPPORTED when it loads no safetensors files; ENGINE_REFUSED when
+            their index cannot be read.
     """
+    return _checkpoint(model_config, load_config)[0]
+
+
+def _checkpoint(
+    model_config: Any, load_config: Any
+) -> tuple[list[Path], tuple[str, Mapping[str, str]]]:
+    """Return the files, and the name of their index and what it says."""
     load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
     try:
         directory = _directory(model_config, load_config)
@@ -65,17 +93,22 @@ def checkpoint_files(model_config: Any, load_config: Any) -> list[Path]:
             Reason.ENGINE_UNSUPPORTED, f"the engine's checkpoint was not found: {error}"
         ) from error
     consolidated = sorted(directory.glob("consolidated*.safetensors"))
-    if load_format in ("auto", "mistral") and consolidated:
-        return _indexed(directory, "consolidated.safetensors.index.json", consolidated)
-    files = [f for f in sorted(directory.glob("*.safetensors")) if f not in consolidated]
-    files = _indexed(directory, "model.safetensors.index.json", files)
+    mistral = load_format in ("auto", "mistral") and bool(consolidated)
+    others = [f for f in sorted(directory.glob("*.safetensors")) if f not in consolidated]
+    name = _MISTRAL_INDEX if mistral else INDEX
+    index = _index(directory, name)
+    # Some repositories hold tensors twice: vLLM, too, reads the files of the index alone.
+    named = set(index.values())
+    files = [f for f in (consolidated if mistral else others) if not index or f.name in named]
+    if mistral:
+        return files, (name, index)
     if not files or load_format not in ("auto", "hf", "safetensors", "fastsafetensors"):
         raise WeightSyncError(
             Reason.ENGINE_UNSUPPORTED,
             f"the engine loads {model_config.model} in format {load_format}, which holds no "
             "safetensors files to prove the load plan with; serve a safetensors checkpoint",
         )
-    return files
+    return files, (name, index)
 
 
 def _opened(path: Path) -> int:
@@ -88,20 +121,70 @@ def _opened(path: Path) -> int:
         ) from error
 
 
-def _descriptors(config: Any) -> Iterator[tuple[str, int]]:
+def _descriptors(config: Any, stack: contextlib.ExitStack) -> Iterator[tuple[str, int]]:
     """Yield name and descriptor of every file of the target's checkpoint and of the draft's."""
-    for path in checkpoint_files(config.model_config, config.load_config):
-        yield path.name, _opened(path)
+    yield from _settled(config.model_config, config.load_config, stack)
     if not (prefix := draft_names(config)):
         return
     spec = config.speculative_config
     load_config = getattr(spec, "draft_load_config", None) or config.load_config
-    for path in checkpoint_files(spec.draft_model_config, load_config):
+    with contextlib.ExitStack() as drafts:
+        for name, fd in _settled(spec.draft_model_config, load_config, drafts):
+            copy = renamed(fd, prefix, name)
+            stack.callback(os.close, copy)
+            yield prefix + name, copy
+
+
+def _settled(
+    model_config: Any, load_config: Any, stack: contextlib.ExitStack
+) -> Iterator[tuple[str, int]]:
+    """Yield the files without the copies of tensors that vLLM has overwritten.
+
+    It reads every file that its index names, whatever that says of each tensor, and what it reads
+    last is what it holds: what the engine serves is not always what its index prefers. The proof
+    tells whether it is so. The same goes for what an index tells and no file holds.
+    """
+    paths, (name, index) = _checkpoint(model_config, load_config)
+    files: list[CheckpointFile | tuple[str, int]] = []
+    for path in paths:
         fd = _opened(path)
+        stack.callback(os.close, fd)
         try:
-            yield prefix + path.name, renamed(fd, prefix)
-        finally:
-            os.close(fd)
+            files.append(read_file(path.name, fd))
+        except (WeightSyncError, OSError):
+            # The server says what is wrong with it.
+            files.append((path.name, fd))
+    read = tuple(file for file in files if isinstance(file, CheckpointFile))
+    if len(read) < len(files):
+        yield from ((f.name, f.fd) if isinstance(f, CheckpointFile) else f for f in files)
+        return
+    folder = CheckpointFolder(read, index, index_name=name)
+    for wrong in folder.wrong_entries():
+        logger.warning("%s; the engine's checkpoint is taken as its files are", wrong)
+        break
+    last = {name: max(of, key=_turn) for name, of in folder.holders.items() if len(of) > 1}
+    try:
+        yield from _packed(replace(folder, index={**index, **last}, index_name=_ORDER), stack)
+    except WeightSyncError as error:
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED, f"the engine's checkpoint cannot be read: {error.message}"
+        ) from error
+
+
+def _turn(name: str) -> list[tuple[int, str]]:
+    """Return when vLLM reads a file: by its name, with each number in it as a number."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _packed(folder: CheckpointFolder, stack: contextlib.ExitStack) -> Iterator[tuple[str, int]]:
+    for file, tensors in zip(folder.files, folder.chosen(), strict=True):
+        if tensors == file.tensors:
+            yield file.name, file.fd
+        elif tensors:
+            fd = packed(file, tensors, shown(file.name))
+            stack.callback(os.close, fd)
+            yield file.name, fd
 
 
 def offer_files(config: Any, segment_socket: str, offer_id: str) -> list[str]:
@@ -113,8 +196,7 @@ def offer_files(config: Any, segment_socket: str, offer_id: str) -> list[str]:
     """
     with contextlib.ExitStack() as stack:
         offered: list[OfferedFile] = []
-        for name, fd in _descriptors(config):
-            stack.callback(os.close, fd)
+        for name, fd in _descriptors(config, stack):
             offered.append((name, os.fstat(fd).st_size, fd))
         try:
             client = stack.enter_context(SegmentClient(segment_socket))

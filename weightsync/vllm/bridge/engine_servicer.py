@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -21,6 +22,7 @@ from weightsync.engine.open_apply import from_message, to_message
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.engine_owner import EngineOwner
 from weightsync.wire.rpc_status import release_with_call, to_status
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ def _with_status(
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Answers the server's calls. Every error is a WeightSyncError with its reason as a detail.
 
-    The server that said hello last drives the engine; calls of any other change nothing.
+    The server that owns the engine drives it or, where none does, the one that said hello last;
+    calls of any other change nothing.
 
     Args:
         engine: The engine of this process.
@@ -95,6 +98,27 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._engine = engine
         self._segment_socket = segment_socket
         self._driver = ""
+        self._owner = EngineOwner()
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        """End the calls that last as long as a server lives."""
+        self._closed.set()
+
+    async def Own(self, request: Any, context: Any) -> AsyncIterator[pb.OwnResponse]:
+        """Keep the engine for one server until the call ends."""
+        await self._take(request, context)
+        try:
+            yield pb.OwnResponse()
+            await self._closed.wait()
+        finally:
+            if self._owner.leave(request.owner) and self._driver == request.owner.server_id:
+                # One that lives, and whose connection broke, says hello again.
+                self._driver = ""
+
+    @_with_status
+    async def _take(self, request: Any, context: Any) -> None:
+        await self._owner.take(request.owner)
 
     @_with_status
     async def Hello(self, request: Any, context: Any) -> pb.HelloResponse:
@@ -106,6 +130,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}; install the same weightsync release on "
                 "both sides",
             )
+        self._owner.check(request.server_id)
         await failpoints.reach("bridge.hello")
         self._driver = request.server_id
         info = await self._engine.hello()
@@ -214,7 +239,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         async with contextlib.aclosing(self._engine.updates.watch()) as updates:
             async for update in updates:
                 yield pb.WatchUpdatesResponse(
-                    update_id=update.update_id, backend=update.backend, label=update.label
+                    update_id=update.update_id,
+                    backend=update.backend,
+                    label=update.label,
+                    partial=update.partial,
                 )
 
     @_with_status
@@ -251,15 +279,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             sleeping=health.sleeping,
             server_id=self._driver,
             open_apply=to_message(health.open_apply),
+            owner=self._owner.present,
         )
 
     def _check_driver(self, request: Any) -> None:
         if request.server_id == self._driver:
             return
+        self._owner.check(request.server_id)
         if not self._driver:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "this engine was started anew; the server must say hello to it first",
+                "this engine was started anew, or its server had left; say hello to it first",
                 retry_after_s=1.0,
             )
         raise WeightSyncError(

@@ -16,6 +16,7 @@ from weightsync.engine import (
 )
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.engine_cores import EngineCores
+from weightsync.vllm.bridge.resume_guard import ours
 from weightsync.vllm.worker_protocol import RECEIVING_BACKENDS
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ class VllmCalls:
 
     async def resume(self) -> None:
         """Let steps run again on every core; without effect when they do."""
-        await self.llm.resume_generation()
+        with ours():
+            await self.llm.resume_generation()
 
     async def set_version(self, label: str) -> bool:
         """Set the weight version of outputs, where vLLM has one, before the next step."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import EngineState
 from weightsync.vllm.answers.error_response import send_error
+from weightsync.vllm.bridge.resume_guard import refusals_of_request
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,7 +34,9 @@ class GateState:
 
 
 class Gate:
-    """ASGI middleware that lets requests pass only while the engine serves or is paused.
+    """ASGI middleware that lets requests pass only while the engine serves what is proved.
+
+    In a pause of what is proved they pass, too, and wait.
 
     Args:
         app: The application behind it.
@@ -50,13 +53,37 @@ class Gate:
             await self._app(scope, receive, send)
             return
         state, reason = self._state.condition()
-        if state in _OPEN_STATES:
-            await self._app(scope, receive, send)
+        # Who generates with what nobody has proved says so, also in a pause.
+        if state in _OPEN_STATES and not reason:
+            with refusals_of_request() as refused:
+                await self._app(scope, receive, _Answer(send, refused).send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1013, "reason": reason[:100]})
         else:
             await send_error(send, 503, "ServiceUnavailableError", f"{state}: {reason}", again=True)
+
+
+class _Answer:
+    """Sends the answer of vLLM, or why a resume was refused in its place.
+
+    Args:
+        send: ASGI's.
+        refused: What was refused.
+    """
+
+    def __init__(self, send: Any, refused: list[str]) -> None:
+        self._send = send
+        self._refused = refused
+        self._replaced = False
+
+    async def send(self, message: Any) -> None:
+        """Pass a message on, unless another answer has been sent."""
+        if message["type"] == "http.response.start" and self._refused:
+            self._replaced = True
+            await send_error(self._send, 409, "ConflictError", self._refused[0], again=False)
+        elif not self._replaced:
+            await self._send(message)
 
 
 def _open(scope: Any) -> bool:

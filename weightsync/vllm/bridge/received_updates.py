@@ -63,6 +63,7 @@ class ReceivedUpdates:
         condition: Returns the engine's state and the reason for it.
         limit_s: Longest time in which nothing comes, seconds.
         turns: When ranks may wait for a trainer.
+        partial: Tensors that an update leaves out stay what they are in what is served.
     """
 
     def __init__(
@@ -72,11 +73,14 @@ class ReceivedUpdates:
         condition: Callable[[], tuple[EngineState, str]],
         limit_s: float,
         turns: DeviceTurns,
+        *,
+        partial: bool = False,
     ) -> None:
         self._steps = UpdateSteps(call, limit_s)
         self._limit_s = limit_s
         self._turns = turns
         self._backend = backend
+        self._partial = partial
         self._condition = condition
         self._lock = asyncio.Lock()
         self._update: _Update | None = None
@@ -186,7 +190,7 @@ class ReceivedUpdates:
                 )
             update.outcome = asyncio.get_running_loop().create_future()
             update.waiting = True
-            watcher.put_nowait(WaitingUpdate(update.update_id, self._backend, label))
+            watcher.put_nowait(WaitingUpdate(update.update_id, self._backend, label, self._partial))
             try:
                 async with asyncio.timeout(_OUTCOME_S):
                     await asyncio.shield(update.outcome)

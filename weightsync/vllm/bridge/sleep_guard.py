@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.resume_guard import ours
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -117,7 +118,8 @@ class SleepGuard:
 
     async def _woken(self, wake_up: Awaitable[Any]) -> Any:
         """Send all of it before the first answer: vLLM does one after the other, then a step."""
-        waking = asyncio.ensure_future(wake_up)
+        with ours():
+            waking = asyncio.ensure_future(wake_up)
         await _sent()
         # Between the two: a wake-up of some memory only leaves the engine asleep, and a pause
         # looks like sleep. So one that is awake is not asked either.

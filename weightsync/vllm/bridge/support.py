@@ -73,6 +73,7 @@ def config_refusals(config: Any, cores: EngineCores) -> tuple[str, ...]:
         *_reach_checks(parallel, cores),
         *_parallel_checks(parallel),
         *_model_checks(config),
+        *_cache_checks(config),
     )
     return tuple(sentence for refused, sentence in checks if refused)
 
@@ -174,3 +175,35 @@ def _model_checks(config: Any) -> tuple[tuple[bool, str], ...]:
         ),
         *draft_refusals(config),
     )
+
+
+def _cache_checks(config: Any) -> tuple[tuple[bool, str], ...]:
+    """Caches outside of the engine keep what old weights made, and do not say of which."""
+    keys = _connectors(getattr(config, "kv_transfer_config", None), "kv_connector")
+    encoded = _connectors(getattr(config, "ec_transfer_config", None), "ec_connector")
+    return (
+        (
+            bool(keys),
+            (
+                f"the KV connector {keys} is not supported, because keys that it keeps or sends "
+                "outlive the weights that made them; start vLLM without --kv-transfer-config and "
+                "--kv-offloading-size"
+            ),
+        ),
+        (
+            bool(encoded),
+            (
+                f"the encoder cache connector {encoded} is not supported, because what it keeps or "
+                "sends outlives the weights that made it; start vLLM without --ec-transfer-config"
+            ),
+        ),
+    )
+
+
+def _connectors(transfer: Any, kind: str) -> str:
+    """Return the name of a connector, with those that it is made of; "": there is none."""
+    name = getattr(transfer, kind, None) or ""
+    extra = getattr(transfer, f"{kind}_extra_config", None) or {}
+    parts = extra.get("connectors", ()) if isinstance(extra, dict) else ()
+    inner = [str(one.get(kind)) for one in parts if isinstance(one, dict) and one.get(kind)]
+    return f"{name} ({', '.join(inner)})" if name and inner else str(name)

@@ -31,7 +31,7 @@ _SILENCE_S = {
 #: Bytes of a body, as the server takes them.
 _MOST_BYTES = 1 << 20
 _BODY_S = 30.0
-#: Requests at once.
+#: Requests at once to each path: those that wait leave room to ask how things stand, and to cancel.
 _MOST = 64
 
 _REQUEST_HEADERS = frozenset({b"authorization", b"content-type", b"accept", b"origin"})
@@ -70,7 +70,7 @@ class TrainForward:
     def __init__(self, app: Callable[..., Awaitable[None]], state: ForwardState) -> None:
         self._app = app
         self._state = state
-        self._running = 0
+        self._running = dict.fromkeys(_SILENCE_S, 0)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass the request on, or behind."""
@@ -79,15 +79,15 @@ class TrainForward:
             await self._app(scope, receive, send)
         elif self._state.upstream is None:
             await _refuse(send, 501, Reason.NOT_SUPPORTED, _NO_UPSTREAM)
-        elif self._running >= _MOST:
-            sentence = f"{_MOST} requests for the trainer are under way; send this one later"
+        elif self._running[path] >= _MOST:
+            sentence = f"send this request later: {_MOST} to {path} are under way"
             await _refuse(send, 503, Reason.LIMIT_EXCEEDED, sentence)
         else:
-            self._running += 1
+            self._running[path] += 1
             try:
                 await _Exchange(self._state.upstream, path, scope, send).run(receive)
             finally:
-                self._running -= 1
+                self._running[path] -= 1
 
 
 class _Exchange:

@@ -17,9 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.model.dtypes import safetensors_dtype, torch_dtype
 from weightsync.model.manifest import Layout
-from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, Strides, check_overlap
+from weightsync.vllm.plan.load_plan import (
+    LoadPlan,
+    PlanRefusedError,
+    Slice,
+    Strides,
+    check_overlap,
+    without_repeats,
+)
 from weightsync.vllm.plan.loader_params import as_created
 from weightsync.vllm.plan.model_parts import draft_params, parts_of
+from weightsync.vllm.plan.read_watch import written_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,7 +135,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         kwargs = dict(kwargs or {})
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if any(self._is_live(value) for value in written):
             self._write(func, args)
             return written[0]
@@ -244,60 +252,50 @@ def _home_of(target: torch.Tensor, homes: list[_Home]) -> _Home | None:
     return None
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation writes to, lists flattened."""
-    found: list[Any] = []
-    schema = func._schema  # noqa: SLF001
-    if not schema.is_mutable:
-        return found
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        found += value if isinstance(value, list | tuple) else [value]
-    return found
-
-
 class _Identity:
-    """Puts parameters, buffers and their memory back, should a loader replace either.
+    """Puts a model back as it was, whatever its loaders did to it and however they ended.
 
-    Also what modules hold as bare attributes: graphs may read a tensor that is one of them.
+    That is modules, parameters, buffers and their memory, and every attribute of a module: graphs
+    may read a tensor that is a bare one, and who looks for what loading has made would find a head
+    that a loader has put there for a while.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._entries = [
-            (table, key, tensor, tensor.data)
-            for module in model.modules()
-            for table in _tables(module)
-            for key, tensor in table.items()
-            if tensor is not None
+        self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+        self._tables = [
+            (table, dict(table)) for module in model.modules() for table in _tables(module)
         ]
-        self._bare = [
-            (vars(module), {name: value for name, value in vars(module).items() if _bare(value)})
-            for module in model.modules()
+        self._data = [
+            (tensor, tensor.data)
+            for _, before in self._tables
+            for tensor in before.values()
+            if isinstance(tensor, torch.Tensor)
         ]
 
     def restore(self) -> bool:
-        """Undo replacements; returns whether there were any."""
-        changed = False
-        for attributes, before in self._bare:
-            attributes.update(before)
-        for table, key, tensor, data in self._entries:
-            if table.get(key) is not tensor:
-                table[key] = tensor
-                changed = True
+        """Undo changes; returns whether modules, parameters, buffers or their memory had any."""
+        for attributes, before in self._attributes:
+            _put_back(attributes, before)
+        # Each of them, not only up to the first one that was changed.
+        changed = sum([_put_back(table, before) for table, before in self._tables])
+        for tensor, data in self._data:
             if tensor.data.is_meta or tensor.data.data_ptr() != data.data_ptr():
                 tensor.data = data
-                changed = True
-        return changed
+                changed += 1
+        return changed > 0
 
 
-def _bare(value: object) -> bool:
-    return value is None or isinstance(value, torch.Tensor)
+def _put_back(table: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Give a dictionary its former items in their former order; returns whether it had others."""
+    same = table.keys() == before.keys() and all(table[key] is before[key] for key in before)
+    if not same:
+        table.clear()
+        table.update(before)
+    return not same
 
 
 def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
-    return [module._parameters, module._buffers]  # noqa: SLF001
+    return [module._parameters, module._buffers, module._modules]  # noqa: SLF001
 
 
 def _drive(model: Any, recorder: _Recorder, layout: Layout, *, draft: bool) -> None:
@@ -421,13 +419,16 @@ def _recorded(
 
 
 def _plan_of(recorder: _Recorder, live: LiveParameters, layout: Layout) -> LoadPlan:
-    params = {item.param: live.tensor(item.param) for item in recorder.slices}
-    check_overlap(recorder.slices, {name: tensor.numel() for name, tensor in params.items()})
+    tensors = {t.name: (t.dtype, t.shape) for t in layout.tensors}
+    slices, repeats = without_repeats(recorder.slices, tensors)
+    params = {item.param: live.tensor(item.param) for item in slices}
+    check_overlap(slices, {name: tensor.numel() for name, tensor in params.items()})
     return LoadPlan(
         signature=layout.signature,
-        tensors={t.name: (t.dtype, t.shape) for t in layout.tensors},
-        slices=tuple(recorder.slices),
+        tensors=tensors,
+        slices=tuple(slices),
         shared=_shared(recorder),
+        repeats=repeats,
         param_dtypes={name: safetensors_dtype(tensor.dtype) for name, tensor in params.items()},
     )
 

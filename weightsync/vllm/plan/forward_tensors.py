@@ -12,14 +12,14 @@ import functools
 import types
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Reached", "forward_tensors", "reach"]
+__all__ = ["NumberPlace", "Reached", "forward_tensors", "reach"]
 
 #: Modules whose objects hold no tensor of a model, and much that is costly to look at.
 _FOREIGN = frozenset(
@@ -42,9 +42,30 @@ def forward_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     Args:
         model: Looked at only: no property of any object is evaluated.
     """
-    for place, child, _ in _walk(model):
+    for place, child, _, _ in _walk(model):
         if isinstance(child, torch.Tensor):
             yield place, child
+
+
+class NumberPlace(NamedTuple):
+    """An attribute that holds a number, and what has that attribute."""
+
+    owner: Any
+    name: str
+
+    @property
+    def writable(self) -> bool:
+        """Whether it is an attribute that can be set to another number, and nothing hidden."""
+        return self.name in _attributes(self.owner)
+
+    def read(self) -> float | None:
+        """Return the number; None: there is none any more."""
+        found = _attributes(self.owner).get(self.name)
+        return found if type(found) is float else None
+
+    def write(self, number: float) -> None:
+        """Set it."""
+        _attributes(self.owner)[self.name] = number
 
 
 @dataclass(frozen=True)
@@ -57,22 +78,26 @@ class Reached:
             scales out of tensors when it loads, and hands them to kernels as numbers. What
             configurations hold is left out: it comes from no weight, and times that it took are in
             it.
+        places: Where these are.
     """
 
     tensors: Sequence[tuple[str, torch.Tensor]]
     numbers: Mapping[str, float]
+    places: Mapping[str, NumberPlace]
 
 
 def reach(model: torch.nn.Module) -> Reached:
     """Return every tensor and every number that can be reached from a model."""
     tensors: list[tuple[str, torch.Tensor]] = []
     numbers: dict[str, float] = {}
-    for place, child, owner in _walk(model):
+    places: dict[str, NumberPlace] = {}
+    for place, child, owner, name in _walk(model):
         if isinstance(child, torch.Tensor):
             tensors.append((place, child))
         elif type(child) is float and not _is_config(owner):
             numbers[place] = child
-    return Reached(tensors, numbers)
+            places[place] = NumberPlace(owner, name)
+    return Reached(tensors, numbers, places)
 
 
 def _is_config(owner: Any) -> bool:
@@ -83,8 +108,8 @@ def _is_config(owner: Any) -> bool:
     )
 
 
-def _walk(model: torch.nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield tensors and floats, each with a path and with what holds it."""
+def _walk(model: torch.nn.Module) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield tensors and floats, each with a path, with what holds it, and as what."""
     ahead: deque[tuple[str, Any]] = deque(model.named_modules())
     seen = {id(module) for _, module in ahead}
     while ahead:
@@ -92,7 +117,7 @@ def _walk(model: torch.nn.Module) -> Iterator[tuple[str, Any, Any]]:
         for name, child in _children(value):
             place = name if not path else f"{path}{'' if name.startswith('[') else '.'}{name}"
             if isinstance(child, torch.Tensor | float):
-                yield place, child, value
+                yield place, child, value, name
             elif not isinstance(child, _LEAVES) and id(child) not in seen:
                 seen.add(id(child))
                 ahead.append((place, child))
@@ -139,12 +164,7 @@ def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
     kind = type(value)
     if kind.__module__.partition(".")[0] in _FOREIGN:
         return
-    # Not `vars`: an object may answer for its attributes itself.
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        attributes = {}
-    yield from list(attributes.items())
+    yield from list(_attributes(value).items())
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -154,3 +174,12 @@ def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
                     yield name, place.__get__(value, kind)
                 except AttributeError:
                     continue
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    # Not `vars`: an object may answer for its attributes itself.
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found

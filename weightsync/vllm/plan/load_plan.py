@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.model.manifest import TensorEntry
+from weightsync.model.tensor_facts import unlike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from weightsync.model.manifest import Layout
 
@@ -29,8 +30,10 @@ __all__ = [
     "Strides",
     "check_against_base",
     "check_known",
+    "check_lacks_none",
     "check_overlap",
     "placeless",
+    "without_repeats",
 ]
 
 
@@ -38,13 +41,16 @@ class PlanRefusedError(Exception):
     """A version that cannot be written into this model.
 
     Args:
-        message: One sentence that names the remedy.
+        cause: One sentence that names the remedy, or is none without it.
         names: The tensors or parameters at fault.
+        remedy: What to do where nothing else writes the version; "": the cause says it.
     """
 
-    def __init__(self, message: str, names: Iterable[str] = ()) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, cause: str, names: Iterable[str] = (), remedy: str = "") -> None:
+        self.message = f"{cause}; {remedy}" if remedy else cause
+        super().__init__(self.message)
+        self.cause = cause
+        self.remedy = remedy
         self.names = list(names)
 
 
@@ -105,10 +111,13 @@ class LoadPlan:
         same_as: For every tensor that no rank loads, the loaded one that it repeated in the
             adopted checkpoint (a tied output head), or "" when there was none; filled by the
             adoption.
+        kept: Digests of the former, as the adopted checkpoint has them.
+        unread: Names of those of which loading that checkpoint is known to have read nothing.
         draft: Those of the parameters that only a draft has. A version may leave all of them out,
             and then leaves the draft as it is.
         shared: Tensors of a draft that vLLM serves from its target, each with the target's tensor
             that it must repeat; "" where that is not one tensor.
+        repeats: Tensors that another one is loaded over, each with that one, which it must repeat.
     """
 
     signature: str
@@ -117,8 +126,11 @@ class LoadPlan:
     param_dtypes: Mapping[str, str]
     exchanged: frozenset[str] = frozenset()
     same_as: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, bytes] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
     draft: frozenset[str] = frozenset()
     shared: Mapping[str, str] = field(default_factory=dict)
+    repeats: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def loaded(self) -> frozenset[str]:
@@ -184,8 +196,9 @@ class LoadPlan:
         """Refuse tensors whose content would get lost.
 
         A tensor that no rank loads is fine when it repeats a loaded one (a tied output head), or
-        when the adopted checkpoint had it too and its content was of no use there either. So is
-        one of a draft that vLLM serves from its target, whatever the draft has.
+        when the adopted checkpoint had it too and vLLM read nothing of it there either; where that
+        is not known, when it is as it was there. So is one of a draft that vLLM serves from its
+        target, whatever the draft has.
 
         Args:
             digests: Of every tensor of the version.
@@ -206,18 +219,37 @@ class LoadPlan:
                 "there; make them alike, or leave them out"
             )
             raise PlanRefusedError(msg, other)
+        unlike = [n for n, same in self.repeats.items() if digests[n] != digests[same]]
+        if unlike:
+            msg = (
+                "the model loads these tensors into the place of others, and they are not alike; "
+                "leave them out, or make them alike"
+            )
+            raise PlanRefusedError(msg, unlike)
         loaded = {digests[name] for name in self.tensors if name not in unloaded}
-        lost = [
+        alone = [
             name
             for name in self.tensors
-            if name in unloaded and digests[name] not in loaded and base.same_as.get(name) != ""
+            if name in unloaded and digests[name] not in loaded and name not in self.shared
         ]
+        lost = [name for name in alone if base.same_as.get(name) != ""]
         if lost:
             msg = (
                 "the model loads nothing from these tensors and their content is in no other one; "
                 "leave them out, or tie them as in the engine's checkpoint"
             )
             raise PlanRefusedError(msg, lost)
+        changed = [
+            name
+            for name in alone
+            if name not in base.unread and digests[name] != base.kept.get(name)
+        ]
+        if changed:
+            msg = (
+                "leave these tensors out, or as they are in the engine's checkpoint: an update in "
+                "place brings them nowhere, and they are not as there"
+            )
+            raise PlanRefusedError(msg, changed)
 
     def note_ignored(
         self,
@@ -246,6 +278,9 @@ class LoadPlan:
         for name in unloaded.difference(self.same_as):
             twin = loaded.get((digests[name], self.tensors[name]), "")
             self.same_as[name] = "" if twin and uniform(name) else twin
+        for name in unloaded:
+            # Those of the first one: others of its layout come by here too.
+            self.kept.setdefault(name, digests[name])
 
 
 def check_against_base(layout: Layout, base: LoadPlan, *, alone: bool) -> None:
@@ -264,15 +299,32 @@ def check_against_base(layout: Layout, base: LoadPlan, *, alone: bool) -> None:
     names = {tensor.name for tensor in layout.tensors}
     base = base.asked_of(names)
     known = check_known(layout, base)
-    missing = [name for name in base.loaded if name not in names]
+    missing = not base.loaded <= names
     if missing and len(known) == len(layout.tensors):
-        msg = "the version lacks these tensors of the model; push all of them"
-        raise PlanRefusedError(msg, sorted(missing))
+        check_lacks_none(layout, base)
     extra = [t.name for t in layout.tensors if t.name not in base.tensors]
     lost = placeless(layout, base, extra) if alone and not missing else []
     if lost:
-        msg = "the model has no place for these tensors; leave them out"
+        msg = "leave them out: the model has no place for these tensors"
         raise PlanRefusedError(msg, lost)
+
+
+def check_lacks_none(layout: Layout, base: LoadPlan) -> None:
+    """Refuse a layout without all tensors that are loaded, as far as it names no others.
+
+    Args:
+        layout: All tensors of a version. One that the adopted layout has not may stand for those
+            that are absent: the capture of the layout decides.
+        base: The plan of the adopted layout.
+
+    Raises:
+        PlanRefusedError: Naming the tensors.
+    """
+    names = {tensor.name for tensor in layout.tensors}
+    missing = base.asked_of(names).loaded - names
+    if missing and names <= base.tensors.keys():
+        msg = "push all of them: the version lacks these tensors of the model"
+        raise PlanRefusedError(msg, sorted(missing))
 
 
 def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
@@ -286,22 +338,28 @@ def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
         PlanRefusedError: Naming those of another shape or dtype.
     """
     known = [t for t in layout.tensors if t.name in base.tensors]
-    shapes = [t.name for t in known if t.shape != base.tensors[t.name][1]]
+    shapes = [t for t in known if t.shape != base.tensors[t.name][1]]
     if shapes:
-        msg = "these tensors have another shape than in the engine's checkpoint; push its model"
-        raise PlanRefusedError(msg, shapes)
+        first = shapes[0]
+        clause = unlike(first.name, (first.dtype, first.shape), base.tensors[first.name])
+        msg = f"push its model: {clause}; another shape than in the engine's checkpoint"
+        raise PlanRefusedError(msg, [t.name for t in shapes])
     params = {item.tensor: base.param_dtypes[item.param] for item in base.slices}
     dtypes = [
-        t.name
+        t
         for t in known
         if t.name in params and t.dtype not in (base.tensors[t.name][0], params[t.name])
     ]
     if dtypes:
+        first = dtypes[0]
+        own, shape = base.tensors[first.name]
+        taken = " or ".join(dict.fromkeys((own, params[first.name])))
+        clause = unlike(first.name, (first.dtype, first.shape), (taken, shape))
         msg = (
-            "these tensors have neither the dtype of the engine's checkpoint nor that of its "
-            "parameters; convert them before the push"
+            f"convert before the push: {clause}; neither the dtype of the engine's checkpoint nor "
+            "that of its parameters"
         )
-        raise PlanRefusedError(msg, dtypes)
+        raise PlanRefusedError(msg, [t.name for t in dtypes])
     return known
 
 
@@ -338,6 +396,33 @@ def check_coverage(plan: LoadPlan, base: LoadPlan) -> None:
             "push the same model"
         )
         raise PlanRefusedError(msg, more)
+
+
+def without_repeats(
+    slices: Sequence[Slice], tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> tuple[list[Slice], dict[str, str]]:
+    """Return the copies without those of a tensor that another one is loaded over, and these two.
+
+    A head that is tied to the embeddings and was written out as well: both are loaded into one
+    parameter. The one that bears its name stays; the other is one of those that the model loads
+    nothing from, which must repeat it in every version.
+
+    Args:
+        slices: The copies of a plan, in the order of the loaders.
+        tensors: Name to dtype and shape.
+    """
+    copies: dict[str, list[tuple[str, Strides, Strides, bool]]] = {}
+    for item in slices:
+        copies.setdefault(item.tensor, []).append((item.param, item.source, item.target, item.cast))
+    alike: dict[object, list[str]] = {}
+    for name, places in copies.items():
+        alike.setdefault((tensors[name], tuple(places)), []).append(name)
+    repeats: dict[str, str] = {}
+    for names in alike.values():
+        params = {param for param, *_ in copies[names[0]]}
+        for stays in params.intersection(names):
+            repeats |= {name: stays for name in names if name != stays}
+    return [item for item in slices if item.tensor not in repeats], repeats
 
 
 def check_overlap(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:

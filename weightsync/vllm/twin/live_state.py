@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weightsync.vllm.apply.byte_rows import row_digests, rows_of
 from weightsync.vllm.plan.live_params import ParameterChangedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ExchangedMemory", "LoadedVersion"]
 
+#: What vLLM calls the scales by which it reads a quantised cache, whatever is around these words.
+_CACHE_SCALES = ("k_scale", "v_scale")
+
 
 @dataclass(frozen=True)
 class LoadedVersion:
@@ -28,10 +31,12 @@ class LoadedVersion:
     Attributes:
         content_digest: Identity of the version.
         digests: Of every row of that memory.
+        numbers: What kernels are called with, by path, as bits.
     """
 
     content_digest: str
     digests: tuple[bytes, ...]
+    numbers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -69,6 +74,7 @@ class ExchangedMemory:
         self.form = live.form
         self.nbytes = sum(live.form.spans)
         self._live = rows_of(live.memory)
+        self._places = live.places
         self._spans = [index for index, piece in enumerate(live.memory) for _ in rows_of([piece])]
         self._ops = ops
         self._threads = threads
@@ -153,7 +159,11 @@ class ExchangedMemory:
             ParameterChangedError: Something has replaced them.
         """
         now = [row.data_ptr() for row in rows_of(live.memory)]
-        if live.form != self.form or now != [row.data_ptr() for row in self._live]:
+        owners = {path: place.owner for path, place in live.places.items()}
+        # Paths and forms stay the same where vLLM has made a helper object anew: its numbers would
+        # be written to the old one, and read back from there.
+        moved = any(owners.get(path) is not place.owner for path, place in self._places.items())
+        if moved or live.form != self.form or now != [row.data_ptr() for row in self._live]:
             msg = (
                 "something else than weightsync has replaced weights of the model (vLLM's own "
                 "reload does); restart vLLM"
@@ -193,6 +203,7 @@ class ExchangedMemory:
                 return
             self.in_model = arena.version = None
             arena.exchange.run(threads)
+            self._write_numbers(target)
             # On a device it is still under way; whoever reads either side comes behind it.
             self.in_model, arena.version, self._before = target, before, before
 
@@ -208,7 +219,20 @@ class ExchangedMemory:
         if arena is not None:
             arena.version = None
             self._ops.exchange([(self._live[i], arena.rows[i]) for i in wrong]).run(threads)
+        self._write_numbers(target)
         self.in_model = target
+
+    def _write_numbers(self, target: LoadedVersion) -> None:
+        for path in self._other_numbers(target):
+            self._places[path].write(float.fromhex(target.numbers[path]))
+
+    def _other_numbers(self, target: LoadedVersion) -> list[str]:
+        """Return the paths of the numbers that are not a version's."""
+        return [path for path, bits in target.numbers.items() if self._bits(path) != bits]
+
+    def _bits(self, path: str) -> str:
+        number = self._places[path].read()
+        return "" if number is None else number.hex()
 
     def _holding(self, rows: Sequence[int], target: LoadedVersion, threads: SliceThreads) -> _Arena:
         for arena in self._arenas:
@@ -231,13 +255,35 @@ class ExchangedMemory:
         found = row_digests(self._ops, self._live, threads or self._threads, stop)
         pairs = zip(self._spans, found, target.digests, strict=True)
         spans = dict.fromkeys(span for span, have, wanted in pairs if have != wanted)
-        if not spans:
+        numbers = self._other_numbers(target)
+        if not spans and not numbers:
             self.in_model = target
             self._proved.add(target.content_digest)
             self._forget()
         elif self.in_model == target:
             self.in_model = None
-        return [self.form.named(span) for span in spans]
+        return [*(self.form.named(span) for span in spans), *numbers]
+
+    def reads_cache_otherwise(self, target: LoadedVersion) -> bool:
+        """Whether keys and values that are cached mean something else under a version.
+
+        Those of quantised caches are read by scales, which are live, or in numbers beside them.
+        """
+        live = self.in_model
+        if live is None:
+            return any(map(_is_cache_scale, (*self.form.tensors, *target.numbers)))
+        spans = {form.span for path, form in self.form.tensors.items() if _is_cache_scale(path)}
+        rows = zip(self._spans, live.digests, target.digests, strict=True)
+        moved = any(span in spans and have != wanted for span, have, wanted in rows)
+        return moved or any(
+            _is_cache_scale(path) and live.numbers.get(path) != bits
+            for path, bits in target.numbers.items()
+        )
+
+
+def _is_cache_scale(path: str) -> bool:
+    name = path.rpartition(".")[2]
+    return any(word in name for word in _CACHE_SCALES)
 
 
 def _digest(version: LoadedVersion | None) -> str:

@@ -14,7 +14,9 @@ from weightsync.vllm.plan.load_plan import PlanRefusedError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LoadFacts"]
+    from weightsync.vllm.twin.model_state import ModelState
+
+__all__ = ["LoadFacts", "check_numbers"]
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,21 @@ class LoadFacts:
         if lost:
             msg = "vLLM loads nothing from these tensors of the version, as it did before"
             raise PlanRefusedError(msg, sorted(lost))
+
+
+def check_numbers(numbers: Mapping[str, str], live: ModelState, fixed: str) -> None:
+    """Refuse a version with other numbers where what runs would not notice them.
+
+    Args:
+        numbers: Of the version.
+        live: What is live.
+        fixed: See `TwinTransform`.
+    """
+    changed = [path for path, bits in numbers.items() if live.numbers.get(path) != bits]
+    if not changed:
+        return
+    if not fixed and live.later:
+        fixed = f"kernels have made {min(live.later)} when they ran first; restart vLLM to serve it"
+    if fixed:
+        msg = f"this version has other numbers than what is live, and {fixed}"
+        raise PlanRefusedError(msg, changed)

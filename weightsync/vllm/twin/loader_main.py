@@ -102,8 +102,8 @@ class _Loader:
         others = {name: digest.hex() for name, digest in state.others.items()}
         facts = LoadFacts(others, self._loads.unread, self._loads.same_as).to_json()
         form = state.form.to_json()
-        peak = {"peak": self._peak(state)}
-        self._send({"event": "loaded", "form": form, "seconds": seconds, **peak, **facts})
+        about = {"peak": self._peak(state), "numbers": dict(state.numbers)}
+        self._send({"event": "loaded", "form": form, "seconds": seconds, **about, **facts})
         # The rank may be exchanging what lies in an arena.
         self._store(state, int(receive(self._sock)["arena"]))
 
@@ -182,7 +182,9 @@ def _begin(start: dict[str, Any], sock: socket.socket) -> _Loader:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     torch.set_num_threads(1)
-    group = LoaderGroup(whole, start["rank"], start["local_rank"], start["rendezvous"])
+    group = LoaderGroup(
+        whole, start["rank"], start["local_rank"], start["rendezvous"], start["device"]
+    )
     ops = _ops_of(group.device, start["room"])
 
     mappings, last = SegmentMappings(ops.registrar), ("", 0)

@@ -59,7 +59,8 @@ class LoaderStart:
         config: VLLM's configuration, as `loader_config` writes it.
         name: `dp/pp/tp` of the rank.
         rank: In the executor.
-        local_rank: On this host.
+        local_rank: On this host, as vLLM counts; which device that is, its settings say.
+        device: The rank's own, as torch names it.
         rendezvous: Where the loaders of the engine meet.
         room: Bytes of device memory that it may take; None: it needs none of a device.
     """
@@ -68,6 +69,7 @@ class LoaderStart:
     name: str
     rank: int
     local_rank: int
+    device: str
     rendezvous: str
     room: int | None
 
@@ -103,6 +105,7 @@ class LoaderProcess:
                 "name": start.name,
                 "rank": start.rank,
                 "local_rank": start.local_rank,
+                "device": start.device,
                 "rendezvous": start.rendezvous,
                 "room": start.room,
             },

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.forward_tensors import reach
+from weightsync.vllm.plan.in_place import remedy_of
 from weightsync.vllm.plan.int_views import tensor_digest_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.plan.load_watch import made_by_loading
+from weightsync.vllm.plan.load_watch import loaded_numbers, made_by_loading, small_floats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Iterator
 
-    from weightsync.vllm.plan.forward_tensors import Reached
+    from weightsync.vllm.plan.forward_tensors import NumberPlace, Reached
 
     TensorDigests = Callable[[Mapping[str, torch.Tensor]], dict[str, bytes]]
 
@@ -60,8 +62,9 @@ class StateForm:
     Attributes:
         tensors: By path.
         spans: Bytes of each piece of memory.
-        values: What is compared by value: numbers that kernels are called with, and the digests of
-            tensors that lie in the host's memory beside those of a device.
+        values: What is compared by value: the digests of tensors that lie in the host's memory
+            beside those of a device, and numbers that no attribute holds; "" for every other
+            number, which a version may bring.
     """
 
     tensors: Mapping[str, TensorForm]
@@ -102,15 +105,24 @@ class ModelState:
         form: Where they lie.
         memory: Each piece of memory, as a row of bytes.
         others: Digest of every tensor that is no part of it, by path.
+        numbers: What kernels are called with, by path, as bits: no NaN is equal to itself. Those
+            that attributes hold.
+        places: Where these numbers are.
+        later: Paths of numbers that came after loading: kernels made them when they ran first.
     """
 
     form: StateForm
     memory: Sequence[torch.Tensor]
     others: Mapping[str, bytes]
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, NumberPlace] = field(default_factory=dict)
+    later: Collection[str] = ()
 
 
 def weight_paths(model: torch.nn.Module) -> frozenset[str]:
-    """Return the paths of the parameters, and of what loading made beside them.
+    """Return the paths of the parameters, and of what loading made beside them, or may have made.
+
+    A scale that is the same as without a checkpoint's may be another one with the next version.
 
     Raises:
         PlanRefusedError: Nobody saw the model being loaded.
@@ -127,13 +139,21 @@ def _weight_paths(model: torch.nn.Module, reached: Reached) -> frozenset[str]:
         )
         raise PlanRefusedError(msg)
     # Not torch's names: a module that stands in two places has two there, and one here.
-    return made.union(path for path, t in reached.tensors if isinstance(t, torch.nn.Parameter))
+    parameters = (path for path, t in reached.tensors if isinstance(t, torch.nn.Parameter))
+    return made.union(parameters, _small(model, reached))
+
+
+def _small(model: torch.nn.Module, reached: Reached) -> Iterator[str]:
+    device, small = next(model.parameters()).device, small_floats(model) or frozenset()
+    # What lies elsewhere is compared by value, and not exchanged.
+    yield from (path for path, t in reached.tensors if path in small and t.device == device)
 
 
 def state_of(
     model: torch.nn.Module,
     paths: Collection[str] | None = None,
     digests: TensorDigests | None = None,
+    numbers: Collection[str] | None = None,
 ) -> ModelState:
     """Return the state of a model. Reads no bytes of the device, but with `digests`.
 
@@ -141,6 +161,7 @@ def state_of(
         model: Loaded.
         paths: Of the tensors that belong to it; None: as `weight_paths` has them.
         digests: Digests the other tensors; None: they are not looked at.
+        numbers: Paths of those that belong to it; None: as `loaded_numbers` has them, or all.
 
     Raises:
         PlanRefusedError: A tensor is missing, or lies in memory that cannot be exchanged; named.
@@ -161,24 +182,37 @@ def state_of(
     digested = digests(others) if digests is not None else {}
     device = next(model.parameters()).device
     ordered = {path: found[path] for path in sorted(found)}
-    return _laid_out(device, ordered, reached.numbers, digested)
+    known = loaded_numbers(model) if numbers is None else numbers
+    bits = {p: n.hex() for p, n in reached.numbers.items() if known is None or p in known}
+    places = {path: reached.places[path] for path in bits if reached.places[path].writable}
+    values = {path: "" if path in places else number for path, number in bits.items()}
+    state = _laid_out(device, ordered, values, digested)
+    return dataclasses.replace(
+        state,
+        numbers={path: bits[path] for path in sorted(places)},
+        places=places,
+        later=reached.numbers.keys() - bits.keys(),
+    )
 
 
 def _laid_out(
     device: torch.device,
     tensors: Mapping[str, torch.Tensor],
-    numbers: Mapping[str, float],
+    numbers: Mapping[str, str],
     others: Mapping[str, bytes],
 ) -> ModelState:
     opaque = [p for p, tensor in tensors.items() if _is_opaque(tensor) or p.endswith(_HANDLE)]
     if opaque:
-        msg = "vLLM holds these weights in memory that cannot be copied; this model is refused"
+        packed = any(path.endswith(_HANDLE) for path in opaque)
+        plain = EngineSettings.load().cpu_plain_linear
+        what = remedy_of(plain=plain) if packed else "this model is refused"
+        msg = f"vLLM holds these weights in memory that cannot be copied; {what}"
         raise PlanRefusedError(msg, opaque)
     here = {path: t for path, t in tensors.items() if t.device == device and t.numel()}
     spans = _spans(here)
     order = {span: index for index, span in enumerate(dict.fromkeys(spans.values()))}
     forms = {}
-    values = {path: number.hex() for path, number in numbers.items()}
+    values = dict(numbers)
     for path, tensor in tensors.items():
         begin = spans[path][0] if path in here else 0
         forms[path] = TensorForm(

@@ -57,17 +57,20 @@ def capture_part(
 def joined(plans: Sequence[LoadPlan], layout: Layout) -> LoadPlan:
     """Return the plans of all parts as one.
 
+    They were captured where weights are loaded: of what is ignored there nothing is read.
+
     Args:
         plans: As `capture_part` returned them.
         layout: Of the whole.
     """
-    return LoadPlan(
+    joint = LoadPlan(
         signature=layout.signature,
         tensors={t.name: (t.dtype, t.shape) for t in layout.tensors},
         slices=tuple(item for plan in plans for item in plan.slices),
         param_dtypes={name: kind for plan in plans for name, kind in plan.param_dtypes.items()},
         draft=frozenset(name for plan in plans for name in plan.draft),
     )
+    return replace(joint, unread=frozenset(joint.ignored))
 
 
 def slices_of(plan: LoadPlan, names: PartNames) -> Iterator[tuple[str, Slice]]:

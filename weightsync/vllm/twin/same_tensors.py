@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weightsync.model.tensor_facts import unlike
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 
 if TYPE_CHECKING:
-    from weightsync.model.manifest import Layout
+    from collections.abc import Mapping
+
+    from weightsync.model.manifest import Layout, TensorEntry
 
 __all__ = ["check_same"]
 
@@ -32,20 +35,27 @@ def check_same(layout: Layout, checkpoint: Layout, *, whole: bool = True) -> Non
     known = {tensor.name: tensor for tensor in checkpoint.tensors}
     unknown = [tensor.name for tensor in layout.tensors if tensor.name not in known]
     if unknown:
-        msg = "the engine's checkpoint has no such tensors; leave them out"
+        msg = "leave them out: the engine's checkpoint has no such tensors"
         raise PlanRefusedError(msg, unknown)
-    shapes = [t.name for t in layout.tensors if t.shape != known[t.name].shape]
+    shapes = [t for t in layout.tensors if t.shape != known[t.name].shape]
     if shapes:
-        msg = "these tensors have another shape than in the engine's checkpoint; push its model"
-        raise PlanRefusedError(msg, shapes)
-    dtypes = [t.name for t in layout.tensors if t.dtype != known[t.name].dtype]
+        clause = _unlike(shapes[0], known)
+        msg = f"push its model: {clause}; another shape than in the engine's checkpoint"
+        raise PlanRefusedError(msg, [t.name for t in shapes])
+    dtypes = [t for t in layout.tensors if t.dtype != known[t.name].dtype]
     if dtypes:
+        clause = _unlike(dtypes[0], known)
         msg = (
-            "these tensors have another dtype than in the engine's checkpoint, from which vLLM "
-            "computes its weights; convert them before the push"
+            f"convert before the push: {clause}; another dtype than in the engine's checkpoint, "
+            "from which vLLM computes its weights"
         )
-        raise PlanRefusedError(msg, dtypes)
+        raise PlanRefusedError(msg, [t.name for t in dtypes])
     missing = known.keys() - {tensor.name for tensor in layout.tensors}
     if whole and missing:
-        msg = "the version lacks these tensors of the model; push all of them"
+        msg = "push all of them: the version lacks these tensors of the model"
         raise PlanRefusedError(msg, sorted(missing))
+
+
+def _unlike(tensor: TensorEntry, known: Mapping[str, TensorEntry]) -> str:
+    wanted = known[tensor.name]
+    return unlike(tensor.name, (tensor.dtype, tensor.shape), (wanted.dtype, wanted.shape))

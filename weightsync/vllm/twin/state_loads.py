@@ -10,7 +10,7 @@ import torch
 
 from weightsync.vllm.plan.int_views import tensor_digest_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError, check_coverage
-from weightsync.vllm.plan.load_watch import unwatched
+from weightsync.vllm.plan.load_watch import loaded_numbers, unwatched
 from weightsync.vllm.plan.plan_cache import NeedsCaptureError, PlanCache, find_plan
 from weightsync.vllm.plan.staged_tensors import StagedTensors
 from weightsync.vllm.twin.load_facts import LoadFacts
@@ -67,6 +67,7 @@ class StateLoads:
         #: Of the first version; None: none is loaded yet.
         self._first: ModelState | None = None
         self._paths: frozenset[str] = frozenset()
+        self._numbers: frozenset[str] | None = None
         #: What vLLM's loaders read of the first version, where they run each time.
         self._first_read: tuple[Layout, frozenset[str]] | None = None
 
@@ -92,8 +93,9 @@ class StateLoads:
         with watch:
             views = self._mappings.map(socket, staged.segments)
             model = self._loaded(staged, StagedTensors(staged.manifest.layout, views))
-        self._paths = self._paths or weight_paths(model)
-        state = state_of(model, self._paths, self._digests)
+        if first is None:
+            self._paths, self._numbers = weight_paths(model), loaded_numbers(model)
+        state = state_of(model, self._paths, self._digests, self._numbers)
         if first is None:
             # Memory of a model that is gone shortly: what others are compared with is enough.
             self._first = type(state)(state.form, (), state.others)

@@ -56,11 +56,21 @@ def twin_of(
             name=name,
             rank=int(worker.rank),
             local_rank=int(worker.local_rank),
+            device=str(worker.device),
             rendezvous=_rendezvous(group, _replica(worker, name)),
             room=room(),
         )
 
-    return TwinTransform(model, worker.device, ops, start, ranks, room)
+    return TwinTransform(model, worker.device, ops, start, ranks, room, _why_fixed(worker))
+
+
+def _why_fixed(worker: Any) -> str:
+    if getattr(worker.vllm_config.model_config, "enforce_eager", False):
+        return ""
+    return (
+        "vLLM may have compiled or captured what is called with them; start vLLM with "
+        "--enforce-eager, or restart it to serve this version"
+    )
 
 
 def _load_of(worker: Any, model: torch.nn.Module) -> ModelLoad:

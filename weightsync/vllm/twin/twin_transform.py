@@ -14,7 +14,7 @@ from weightsync.vllm.apply.transform import NeedsLoadError
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.twin.arena import RankArena
 from weightsync.vllm.twin.live_state import ExchangedMemory, LoadedVersion
-from weightsync.vllm.twin.load_facts import LoadFacts
+from weightsync.vllm.twin.load_facts import LoadFacts, check_numbers
 from weightsync.vllm.twin.loader_process import LoaderError, LoaderProcess, LoaderRefusedError
 from weightsync.vllm.twin.model_state import StateForm, state_of
 from weightsync.vllm.twin.same_tensors import check_same
@@ -101,6 +101,14 @@ class _Starts:
         self.group, self.expected = group, False
 
 
+@dataclass
+class _Took:
+    """What loads have taken: the last one its time, the largest one its bytes."""
+
+    seconds: float = 0.0
+    peak: int = 0
+
+
 class TwinTransform:
     """See `VersionTransform`. One load at a time; what a commit needs was loaded before it.
 
@@ -111,6 +119,8 @@ class TwinTransform:
         start: Returns what a loader begins with, by the name of its engine's group of loaders.
         ranks: Workers of the engine on this host.
         room: Returns how many bytes of the device a loader may take; None: it is not bounded.
+        fixed: Why the numbers with which vLLM calls kernels cannot be changed, with a remedy; "":
+            they can.
     """
 
     name = "twin"
@@ -123,7 +133,9 @@ class TwinTransform:
         start: Callable[[str], LoaderStart],
         ranks: int,
         room: Callable[[], int | None],
+        fixed: str = "",
     ) -> None:
+        self._fixed = fixed
         self._model = model
         self._device = device
         self._ops = ops
@@ -135,8 +147,7 @@ class TwinTransform:
         self._arenas: dict[int, RankArena] = {}
         #: Held by whoever waits for the loader's answers.
         self._asking = threading.Lock()
-        self._last_s = 0.0
-        self._peak = 0
+        self._took = _Took()
         self._starts = _Starts()
         #: Failures in a row, by content digest, and what the last one said.
         self._failed: dict[str, tuple[int, str]] = {}
@@ -277,8 +288,8 @@ class TwinTransform:
         finally:
             self._asking.release()
         self._failed.pop(content_digest, None)
-        self._last_s = time.perf_counter() - begin
-        return {"phase": "ready", "load_s": self._last_s, **self.status()}
+        self._took.seconds = time.perf_counter() - begin
+        return {"phase": "ready", "load_s": self._took.seconds, **self.status()}
 
     def _ask(self, stop: Stop) -> None:
         """Return when nobody else waits for the loader's answers."""
@@ -303,7 +314,7 @@ class TwinTransform:
         if room is not None and self._memory is not None:
             kept = sum(arena.nbytes for arena in self._arenas.values())
             nbytes = self._memory.nbytes
-            if kept + nbytes + max(nbytes, self._peak) > room:
+            if kept + nbytes + max(nbytes, self._took.peak) > room:
                 self._drop_arenas()
 
     def _most_arenas(self, live: ModelState, peak: int) -> int:
@@ -325,7 +336,7 @@ class TwinTransform:
             raise LoaderError(msg)
         report({"load": "starting", "percent": 0})
         loader.wait_ready(stop)
-        limit_s = max(_LEAST_S, _TIMES * self._last_s)
+        limit_s = max(_LEAST_S, _TIMES * self._took.seconds)
 
         def show(phase: dict[str, Any]) -> None:
             report({"load": phase["phase"], "percent": phase["percent"]})
@@ -336,12 +347,15 @@ class TwinTransform:
         live = self._live_state()
         _check_form(form, live.form)
         facts = LoadFacts.from_json(reply)
+        numbers = {str(path): str(bits) for path, bits in reply["numbers"].items()}
+        if self._first is not None:
+            check_numbers(numbers, live, self._fixed)
         self._first = self._first or facts
         facts.check(self._first)
         memory = self._memory or ExchangedMemory(live, self._ops, self._threads)
         self._memory = memory
         # The one that is stored takes the place of another version.
-        self._peak = max(self._peak, int(reply["peak"]))
+        self._took.peak = max(self._took.peak, int(reply["peak"]))
         with memory.lock:
             most = self._most_arenas(live, int(reply["peak"]))
             arena = memory.replaceable(most, content_digest)
@@ -354,7 +368,7 @@ class TwinTransform:
             if "arena" in stored:
                 self._open_arena(memory, arena, stored, fds)
             digests = tuple(bytes.fromhex(digest) for digest in stored["digests"])
-            memory.set_version(arena, LoadedVersion(content_digest, digests))
+            memory.set_version(arena, LoadedVersion(content_digest, digests, numbers))
 
     def _open_arena(
         self, memory: ExchangedMemory, index: int, stored: Mapping[str, Any], fds: list[int]
@@ -378,14 +392,18 @@ class TwinTransform:
             self._loader = None
             loader.end()
 
-    def check(self, layout: Layout) -> str:
-        """Accept some tensors of a version by names, dtypes and shapes; returns "": all are placed.
+    def check(self, layout: Layout, *, whole: bool) -> str:
+        """Accept tensors of a version by names, dtypes and shapes; returns "": all are placed.
+
+        Args:
+            layout: Some of its tensors.
+            whole: They are all of it.
 
         Raises:
             PlanRefusedError: They are others than the engine's checkpoint has; named.
         """
         if self._layout is not None:
-            check_same(layout, self._layout, whole=False)
+            check_same(layout, self._layout, whole=whole)
         return ""
 
     def prepare(self, request: TransformRequest, stop: Stop) -> tuple[Prepared, Mapping[str, Any]]:
@@ -400,8 +418,11 @@ class TwinTransform:
         found = memory.has(content_digest) if memory is not None else None
         if memory is None or found is None:
             raise NeedsLoadError
-        memory.check_unmoved(self._live_state())
-        return _TwinPrepared(request.apply_id, found), self.status()
+        live = self._live_state()
+        memory.check_unmoved(live)
+        check_numbers(found.numbers, live, self._fixed)
+        report = {"reads_cache_otherwise": memory.reads_cache_otherwise(found)}
+        return _TwinPrepared(request.apply_id, found), {**report, **self.status()}
 
     def writer(self, target: Prepared, live: str) -> Writer:
         """See `VersionTransform`."""

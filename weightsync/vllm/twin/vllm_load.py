@@ -15,10 +15,10 @@ import torch
 
 from weightsync.vllm.plan.live_params import LiveParameters, view_of
 from weightsync.vllm.plan.model_parts import ModelWithDraft
+from weightsync.vllm.plan.read_watch import ReadWatch, values_read
 from weightsync.vllm.twin.loader_config import fresh_config
 from weightsync.vllm.twin.part_plans import capture_part, joined, slices_of
 from weightsync.vllm.twin.piece_copies import copy_in_pieces
-from weightsync.vllm.twin.version_source import ReadWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.twin.loader_config import ModelLoad, PartLoad
     from weightsync.vllm.twin.version_source import VersionSource
 
-__all__ = ["LoaderGroup", "VllmLoad"]
+__all__ = ["LoaderGroup", "VllmLoad", "take_device"]
 
 
 class LoaderGroup:
@@ -38,14 +38,17 @@ class LoaderGroup:
     Args:
         load: What its ranks have loaded.
         rank: In the executor.
-        local_rank: On this host.
+        local_rank: On this host, as vLLM counts.
         rendezvous: `file://` path where the loaders of the engine meet, and nobody else.
+        device: The live rank's own.
 
     Attributes:
         device: Where models are loaded.
     """
 
-    def __init__(self, load: ModelLoad, rank: int, local_rank: int, rendezvous: str) -> None:
+    def __init__(
+        self, load: ModelLoad, rank: int, local_rank: int, rendezvous: str, device: str
+    ) -> None:
         config = load.parts[0].config
         # What it changes of torch and vLLM when it is imported is changed in the live rank too.
         importlib.import_module(str(config.parallel_config.worker_cls).rpartition(".")[0])
@@ -54,11 +57,10 @@ class LoaderGroup:
         from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
         from vllm.v1.worker.workspace import init_workspace_manager
 
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(self.device)
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            take_device(self.device, config.parallel_config)
         else:
-            self.device = torch.device("cpu")
             # Names shared memory of vLLM's CPU ranks, which is the live ranks' otherwise.
             os.environ["VLLM_DIST_IDENT"] = rendezvous.rpartition("/")[2]
         if getattr(config.parallel_config, "data_parallel_size", 1) > 1:
@@ -68,6 +70,22 @@ class LoaderGroup:
                 config, rank, rendezvous, local_rank, current_platform.dist_backend
             )
         init_workspace_manager(self.device)
+
+
+def take_device(device: torch.device, parallel: Any) -> None:
+    """Compute on a rank's own device, which need not be the one that its number is.
+
+    Args:
+        device: The rank's.
+        parallel: VLLM's ParallelConfig, where `--device-ids` says which devices its ranks have.
+    """
+    torch.cuda.set_device(device)
+    assigned = getattr(parallel, "assigned_physical_gpu_ids", None)
+    if assigned is not None:
+        # As its workers do, for groups that ask where a rank is; not every release has it.
+        from vllm.platforms.interface import set_assigned_physical_gpu_ids
+
+        set_assigned_physical_gpu_ids(assigned)
 
 
 def _meet_here(parallel: Any, rendezvous: str) -> None:
@@ -97,13 +115,13 @@ class VllmLoad:
 
     def run(self, source: VersionSource) -> tuple[torch.nn.Module, set[str]]:
         """Return a model with a version, by vLLM's loaders, and the names whose bytes were read."""
-        watch = ReadWatch(source)
+        watch = ReadWatch()
 
         def load(part: PartLoad, loader: Any, model: torch.nn.Module, own: Any) -> None:
-            loader.get_all_weights = lambda *_: source.of_part(part.names)
+            loader.get_all_weights = lambda *_: source.of_part(part.names, watch)
             own(model, part.model_config)
 
-        with watch:
+        with watch, values_read(watch.note):
             model = self._load(load)
         return model, watch.read
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from weightsync.gpu.ipc import DeviceError, place_of
-from weightsync.shm.live_views import DOCUMENT, HANDLES, MEMORY, LiveBox, LiveViews
+from weightsync.shm.live_views import DOCUMENT, GATE, HANDLES, MEMORY, LiveBox, LiveViews
+from weightsync.shm.live_writers import LiveWriters
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.vllm.apply.prepared import RankPrepared
 from weightsync.vllm.plan.live_boxes import placed_boxes
@@ -18,14 +19,20 @@ from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.plan.shared_params import shared_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from weightsync.gpu.ipc import Place
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync.shm.segments import Segment
     from weightsync.vllm.apply.transform import Prepared
 
-__all__ = ["ModelFacts", "facts_of", "hand_out"]
+__all__ = ["LIVE_WRITERS", "ModelFacts", "facts_of", "hand_out", "open_block", "serve_attach"]
+
+#: What an attach asks for: memory that can be read, or what is needed to write it in a block.
+_READ, _WRITE = "read", "write"
+
+#: Who has the memory of this worker.
+LIVE_WRITERS = LiveWriters(shared_segments)
 
 _LOADED = (
     "vLLM computes what is live of this model from its checkpoint, so that no view of it is a "
@@ -64,8 +71,37 @@ def facts_of(worker: Any) -> ModelFacts:
     return ModelFacts(str(model.model), config, _UNSHARED if asleep else "")
 
 
+def serve_attach(
+    args: Mapping[str, Any],
+    socket: str,
+    about: tuple[str, ModelFacts],
+    known: Callable[[], Prepared],
+) -> dict[str, Any]:
+    """Do what a rank is asked for by `weightsync_attach`; return its report.
+
+    Args:
+        args: With `holder`, a process is remembered that what was handed out is about to be given
+            to; else there is an `offer`, which with `access` "write" is for one block.
+        socket: The segment socket.
+        about: `dp/pp/tp` of the rank, and what is told of the model.
+        known: Returns what is live.
+
+    Raises:
+        PlanRefusedError: Nobody can attach to this model.
+        LookupError: The server expects nothing any more.
+    """
+    offer, access, (rank, facts) = str(args["offer"]), str(args.get("access", "")), about
+    if "holder" in args:
+        LIVE_WRITERS.remember(args, socket)
+    elif access == _WRITE:
+        open_block(socket, offer, rank)
+    else:
+        hand_out(socket, offer, rank, facts, known(), access)
+    return {"phase": "ready"}
+
+
 def hand_out(
-    socket: str, offer: str, rank: str, facts: ModelFacts, target: Prepared | None
+    socket: str, offer: str, rank: str, facts: ModelFacts, target: Prepared | None, access: str = ""
 ) -> None:
     """Send where the live parameters lie over the segment socket, and what opens their memory.
 
@@ -75,6 +111,8 @@ def hand_out(
         rank: `dp/pp/tp`.
         facts: Of the model.
         target: What is live.
+        access: "read": memory of the host can be read only. "", of older releases: it can be
+            written at any time.
 
     Raises:
         PlanRefusedError: Nobody can attach to this model.
@@ -104,9 +142,31 @@ def hand_out(
     views = LiveViews(rank, memory.device, facts.checkpoint, facts.config, tuple(boxes))
     with contextlib.ExitStack() as stack:
         document = stack.enter_context(_file(DOCUMENT, views.to_json()))
-        files = [document, *stack.enter_context(memory.files())]
+        files = [document, *stack.enter_context(memory.files(writable=access != _READ))]
         with SegmentClient(socket) as client:
             client.offer(f"{offer}/{rank}", files)
+
+
+def open_block(socket: str, offer: str, rank: str) -> None:
+    """Send what live parameters are written with in one block, and no longer.
+
+    Args:
+        socket: The segment socket.
+        offer: What the server expects.
+        rank: `dp/pp/tp`.
+
+    Raises:
+        LookupError: The server expects nothing any more.
+    """
+    gate = LIVE_WRITERS.gate()
+    try:
+        with (
+            _HostMemory(shared_segments()).files(writable=True) as files,
+            SegmentClient(socket) as client,
+        ):
+            client.offer(f"{offer}/{rank}", [(GATE, 0, gate), *files])
+    finally:
+        os.close(gate)
 
 
 class _Memory(Protocol):
@@ -117,8 +177,8 @@ class _Memory(Protocol):
     def locate(self, address: int) -> tuple[int, int]:
         """Return in which allocation an address is, and where there, bytes."""
 
-    def files(self) -> contextlib.AbstractContextManager[Sequence[OfferedFile]]:
-        """Lend what opens those that `locate` has found."""
+    def files(self, *, writable: bool) -> contextlib.AbstractContextManager[Sequence[OfferedFile]]:
+        """Lend what opens those that `locate` has found; of a GPU always for writing."""
 
 
 def _memory(live: Sequence[torch.Tensor]) -> _Memory:
@@ -154,13 +214,13 @@ class _HostMemory:
         raise PlanRefusedError(_PRIVATE)
 
     @contextlib.contextmanager
-    def files(self) -> Iterator[Sequence[OfferedFile]]:
+    def files(self, *, writable: bool) -> Iterator[Sequence[OfferedFile]]:
         """See `_Memory`."""
         with contextlib.ExitStack() as stack:
             files: list[OfferedFile] = []
             for segment in self._segments:
                 # Opened anew: the kernel then knows who may still write.
-                fd = segment.lend()
+                fd = segment.lend() if writable else segment.read_only_fd()
                 stack.callback(os.close, fd)
                 files.append((MEMORY, segment.capacity, fd))
             yield files
@@ -188,8 +248,9 @@ class _DeviceMemory:
         return self._handles.setdefault(place.handle, len(self._handles)), place.offset
 
     @contextlib.contextmanager
-    def files(self) -> Iterator[Sequence[OfferedFile]]:
+    def files(self, *, writable: bool) -> Iterator[Sequence[OfferedFile]]:
         """See `_Memory`."""
+        del writable
         with _file(HANDLES, b"".join(self._handles)) as file:
             yield [file]
 

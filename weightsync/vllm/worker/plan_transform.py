@@ -18,9 +18,10 @@ from weightsync.vllm.plan.load_plan import (
     PlanRefusedError,
     check_coverage,
     check_known,
+    check_lacks_none,
     placeless,
 )
-from weightsync.vllm.plan.load_watch import check_complete
+from weightsync.vllm.plan.load_watch import check_complete, check_read
 from weightsync.vllm.plan.merge import merge_neighbours
 from weightsync.vllm.plan.plan_cache import find_plan
 from weightsync.vllm.worker.arrival_order import open_arrivals, turns
@@ -115,6 +116,7 @@ class PlanTransform:
                 check_coverage(plan, base)
             else:
                 check_complete(self._model, map(self._live.tensor, plan.written))
+                plan = check_read(self._model, plan)
             loaded = partial(self._segments.tensors, socket, layout, staged.segments)
             plan = merge_neighbours(in_live_order(plan, self._live, base, loaded))
         self._plans.add(plan)
@@ -125,8 +127,8 @@ class PlanTransform:
         """Take note of what no rank loads of a layout; see `PlanCache.learn`."""
         self._plans.learn(layout.signature, unloaded)
 
-    def check(self, layout: Layout) -> str:
-        """Accept some tensors of a version by names, dtypes and shapes.
+    def check(self, layout: Layout, *, whole: bool) -> str:
+        """Accept tensors of a version, some or as a whole, by names, dtypes and shapes.
 
         Returns the names, as `name_sets` packs them, of those that this rank has no place for.
 
@@ -139,6 +141,8 @@ class PlanTransform:
             msg = "no checkpoint is adopted yet"
             raise RefusedCallError(msg)
         known = {tensor.name for tensor in check_known(layout, base)}
+        if whole:
+            check_lacks_none(layout, base)
         others = tuple(tensor for tensor in layout.tensors if tensor.name not in known)
         lost: list[str] = []
         if others:
@@ -221,8 +225,8 @@ class PlanTransform:
 
     def _refuse_repacked(self) -> None:
         reason = why_not_plain(self._model)
-        if reason:
-            raise PlanRefusedError(reason)
+        if reason is not None:
+            raise PlanRefusedError(reason.cause, remedy=reason.remedy)
 
     def _live_digests(self) -> dict[str, bytes]:
         """Digest every parameter and buffer, on the device where it can; the engine stands."""

@@ -22,7 +22,7 @@ from weightsync.vllm.twin.loader_process import LoaderError
 from weightsync.vllm.worker.background import Background
 from weightsync.vllm.worker.live_content import LiveContent
 from weightsync.vllm.worker.live_digests import changed_since, digest_live
-from weightsync.vllm.worker.live_memory import hand_out
+from weightsync.vllm.worker.live_memory import LIVE_WRITERS, serve_attach
 from weightsync.vllm.worker.plan_transform import PlanTransform
 from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError, refused
 from weightsync.vllm.worker.rank_segments import RankSegments
@@ -86,13 +86,13 @@ class Rank:
         self._prepared: dict[str, Prepared] = {}
         self._live = LiveContent()
         self._background = Background(name, self._socket, ops.enter_background, self._drop)
-        self._loads = Background(name, self._socket, yield_cores, _nothing)
+        self._loads = Background(name, self._socket, yield_cores, lambda _: None)
 
     def hello(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell what this rank is and holds."""
         reason = why_not_plain(self._model)
-        about = {"pid": os.getpid(), "device": str(self._device), "plain": not reason}
-        return {**about, "reason": reason, **self.state(args)}
+        about = {"pid": os.getpid(), "device": str(self._device), "plain": reason is None}
+        return {**about, "reason": str(reason or ""), **self.state(args)}
 
     def state(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell what the live parameters were last proved to hold; "" if unknown or half written.
@@ -113,6 +113,7 @@ class Rank:
             "transform": self._transform.name,
             **(self._twin.status() if self._twin else {}),
             **self._ops.memory_stats(),
+            **LIVE_WRITERS.state(),
         }
 
     def _settle(self) -> str:
@@ -148,10 +149,11 @@ class Rank:
         except PlanRefusedError as error:
             if self._plan.proved or self._make_twin is None:
                 raise
-            return {"transform": "twin", "why": str(error), **refused(error), "error": ""}
+            why = {"why": error.cause, "remedy": error.remedy}
+            return {"transform": "twin", **why, **refused(error), "error": ""}
 
     def check(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Tell whether the model takes some tensors of a version, by names, dtypes and shapes.
+        """Tell whether the model takes some tensors of a version, or with `whole` all of it.
 
         The reply's `unplaced` are the names that this rank has no place for; another one may.
         Names that the adopted checkpoint does not have are shown to the model's own loaders, which
@@ -164,7 +166,8 @@ class Rank:
         failpoints.hit("worker.check")
         # A part of a version, which nobody reads again.
         layout = read_document(self._socket(args), str(args["document"])).manifest.layout
-        return {"unplaced": (self._twin or self._plan).check(layout)}
+        whole = bool(args.get("whole"))
+        return {"unplaced": (self._twin or self._plan).check(layout, whole=whole)}
 
     def load(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start loading a version beside generation; the outcome comes on the status page.
@@ -282,9 +285,10 @@ class Rank:
         """Start handing out where what is live lies; the outcome comes on the status page."""
 
         def work(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
-            target = self._known(job.apply_id)
-            hand_out(self._socket(asked), str(asked["offer"]), self._name, facts, target)
-            return {"phase": "ready"}
+            about = self._name, facts
+            return serve_attach(
+                asked, self._socket(asked), about, lambda: self._known(job.apply_id)
+            )
 
         self._background.start(args, work)
         return {}
@@ -303,10 +307,11 @@ class Rank:
         """
         failpoints.hit("worker.digest")
         apply_id, begin = str(args["apply_id"]), time.perf_counter()
+        # Before: what nobody can write stays as it is read.
+        reply: dict[str, Any] = {"apply_id": apply_id, "writing": LIVE_WRITERS.state()["writing"]}
         found = digest_live(self._known(apply_id), self._ops, self._threads)
         self._live.accept(str(args["name"]), found)
-        seconds = time.perf_counter() - begin
-        reply = {"apply_id": apply_id, "content_digest": self._live.proved, "verify_s": seconds}
+        reply |= {"content_digest": self._live.proved, "verify_s": time.perf_counter() - begin}
         return {**reply, "parts": found.parts() if args.get("parts") else {}}
 
     def release(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -414,10 +419,11 @@ class Rank:
         del args
         target, stop = self._known(job.apply_id), job.cancelled.is_set
         wrong = changed_since(self._live.digests, self._ops, self._threads, stop)
+        report = LIVE_WRITERS.state() | {"phase": "ready"}
         if wrong:
             self._live.unprove()
-            return {"phase": "ready", "proved": False, "mismatched": wrong[:NAMES]}
-        return {"phase": "ready", **self._compare(target, stop)}
+            return report | {"proved": False, "mismatched": wrong[:NAMES]}
+        return report | self._compare(target, stop)
 
     def _compare(
         self, target: Prepared, stop: Callable[[], bool], *, claim: bool = True
@@ -443,7 +449,3 @@ def _check_content(staged: StagedVersion, expected: str) -> None:
             "restart the weightsync-server of this node"
         )
         raise RefusedCallError(msg)
-
-
-def _nothing(apply_id: str) -> None:
-    del apply_id

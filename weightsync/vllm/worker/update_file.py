@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.free_memory import available_bytes
 from weightsync.model.dtypes import safetensors_dtype
 from weightsync.model.layout import build_header
-from weightsync.shm.free_memory import available_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
