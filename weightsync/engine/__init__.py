@@ -237,11 +237,13 @@ class WaitingUpdate:
         update_id: Names it in later calls.
         backend: Of the transfer, such as `weightsync_nccl`.
         label: What the trainer calls them; "": nothing.
+        partial: Tensors that are not among them stay what they are in what is served.
     """
 
     update_id: str
     backend: str
     label: str = ""
+    partial: bool = False
 
 
 class UpdateFeed(Protocol):

@@ -24,8 +24,8 @@ MAX_LEASE_S = 3600.0
 class PauseLease:
     """At most one lease, which runs out by itself.
 
-    One that has run out cannot be prolonged any more, also when this process stood still meanwhile
-    and hears of both at once.
+    One that has run out cannot be prolonged any more, also when this process, or its whole host,
+    stood still meanwhile and hears of both at once.
 
     Args:
         on_end: Called with the id of a lease that has run out; it stays the present one until
@@ -56,7 +56,7 @@ class PauseLease:
 
     def check(self, lease_id: str) -> None:
         """Raise ENGINE_REFUSED unless this is the present lease and has not run out."""
-        if not self.id or lease_id != self.id or clock.monotonic() >= self._until:
+        if not self.id or lease_id != self.id or clock.boottime() >= self._until:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
                 f"lease {lease_id or '(none)'} is not the present one; pause the engine again",
@@ -96,6 +96,6 @@ class PauseLease:
         if self._timer is not None:
             self._timer.cancel()
         seconds = min(max(seconds, 0.0), MAX_LEASE_S)
-        self._until = clock.monotonic() + seconds
+        self._until = clock.boottime() + seconds
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(seconds, self._on_end, self.id)

@@ -17,8 +17,10 @@ __all__ = ["ServeLimit"]
 class ServeLimit:
     """At most one limit, which each word of the server moves; without one the engine serves on.
 
-    One that has run out is noticed before it is moved, also when this process stood still meanwhile
-    and hears of both at once.
+    It is counted by `clock.boottime`, as the server counts, also while the host is suspended. One
+    that has run out is noticed before it is moved, also when this process stood still meanwhile and
+    hears of both at once. After a suspension the timer comes late, as the event loop's clock stood
+    still: whoever answers for the engine calls `check` first.
 
     Args:
         on_end: Called when it has run out; it stays so until it is moved.
@@ -41,15 +43,19 @@ class ServeLimit:
     @property
     def over(self) -> bool:
         """Whether the engine may not serve now."""
-        return clock.monotonic() >= self._until
+        return clock.boottime() >= self._until
+
+    def check(self) -> None:
+        """Notice that it has run out, where nobody has noticed yet."""
+        if self._timer is not None and self.over:
+            self._end()
 
     def move(self, seconds: float | None) -> None:
         """Let the engine serve for so long from now; None: without a limit."""
-        if self._timer is not None and self.over:
-            self._end()
+        self.check()
         self.drop()
         if seconds is not None:
-            self._until = clock.monotonic() + seconds
+            self._until = clock.boottime() + seconds
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(seconds, 0.0), self._end)
 

@@ -15,11 +15,15 @@ Request and answer are documents of `weightsync.wire.fd_passing`; an answer with
 
 | op | request | answer | descriptors |
 | --- | --- | --- | --- |
-| redeem | secret, from Attach; the first request | version, content_digest, ranks | as in ranks |
+| redeem | secret, from Attach; the first request | version, content_digest, ranks, attachment, \
+guarded | as in ranks |
+| write | transaction | ranks | as in ranks |
 | alive | | {} | none |
 
 `ranks` has for each rank its `files`, pairs of a name and a size in bytes, as `live_views` tells.
-The trainer is attached until it closes the connection.
+`attachment` names the attachment when a transaction begins. What is handed out to a `guarded` one
+is written in a block only, with what `write` answers while the transaction is open. The trainer is
+attached until it closes the connection.
 """
 
 from __future__ import annotations
@@ -29,8 +33,9 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.live_views import HANDLES
 from weightsync.wire.fd_passing import receive, send, send_fds
-from weightsync.wire.peer_server import PeerServer
+from weightsync.wire.peer_server import PeerServer, peer_process
 
 if TYPE_CHECKING:
     import socket
@@ -55,11 +60,25 @@ class HandedOut(NamedTuple):
         version: What the parameters hold.
         content_digest: Its content digest.
         ranks: The files of each rank, in order.
+        attachment: Names the attachment; "": this is for one that exists.
+        guarded: Whether they are written in blocks only.
     """
 
     version: int
     content_digest: str
     ranks: Sequence[Sequence[OfferedFile]]
+    attachment: str = ""
+    guarded: bool = False
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it opens memory of a GPU, which cannot be taken back."""
+        return any(name == HANDLES for files in self.ranks for name, _, _ in files)
+
+    def copy(self) -> HandedOut:
+        """Return the same with descriptors of its own."""
+        ranks = [[(name, size, os.dup(fd)) for name, size, fd in files] for files in self.ranks]
+        return self._replace(ranks=ranks)
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -70,8 +89,11 @@ class HandedOut(NamedTuple):
 class AttachHandler(Protocol):
     """Answers one connection; called by one thread."""
 
-    def redeem(self, secret: str) -> HandedOut:
-        """Return what a secret opens."""
+    def redeem(self, secret: str, pidfd: int) -> HandedOut:
+        """Return what a secret opens, to the process of that pidfd, which is closed afterwards."""
+
+    def write(self, transaction: str) -> HandedOut:
+        """Return what the block of a transaction is written with."""
 
     def check(self) -> None:
         """Raise why what was handed out is not live any more."""
@@ -104,10 +126,7 @@ class AttachServer(PeerServer):
             # A trainer may compute for hours; the kernel ends the connection of one that is dead.
             peer.settimeout(None)
             while True:
-                if receive(peer).get("op") != "alive":
-                    raise _refused("this server knows no such request; see attach_server")
-                handler.check()
-                send(peer, {})
+                _answer(peer, handler, receive(peer))
         except WeightSyncError as error:
             _tell(peer, error)
         except (EOFError, TimeoutError, ConnectionError):
@@ -129,10 +148,35 @@ def _hand_out(
         )
     if request.get("op") != "redeem" or not isinstance(request.get("secret"), str):
         raise _refused("the first request must redeem a secret; call Attach for one")
-    found = handler.redeem(request["secret"])
+    pidfd = peer_process(peer, who)
+    try:
+        found = handler.redeem(request["secret"], pidfd)
+    finally:
+        os.close(pidfd)
+    _give(peer, found)
+
+
+def _answer(peer: socket.socket, handler: AttachHandler, request: dict[str, Any]) -> None:
+    if request.get("op") == "write" and isinstance(request.get("transaction"), str):
+        try:
+            found = handler.write(request["transaction"])
+        except WeightSyncError as error:
+            # Of a transaction that is over; the attachment goes on.
+            send(peer, _error(error))
+        else:
+            _give(peer, found)
+    elif request.get("op") == "alive":
+        handler.check()
+        send(peer, {})
+    else:
+        raise _refused("this server knows no such request; see attach_server")
+
+
+def _give(peer: socket.socket, found: HandedOut) -> None:
     try:
         ranks = [{"files": [[name, size] for name, size, _ in files]} for files in found.ranks]
         document = {"version": found.version, "content_digest": found.content_digest}
+        document |= {"attachment": found.attachment, "guarded": found.guarded}
         send(peer, document | {"ranks": ranks})
         send_fds(peer, [fd for files in found.ranks for _, _, fd in files])
     finally:
@@ -141,9 +185,13 @@ def _hand_out(
 
 def _tell(peer: socket.socket, error: WeightSyncError) -> None:
     try:
-        send(peer, {"error": error.message, "reason": error.reason.value})
+        send(peer, _error(error))
     except OSError:
         logger.info("attach socket: a trainer left before it was told why: %s", error.message)
+
+
+def _error(error: WeightSyncError) -> dict[str, Any]:
+    return {"error": error.message, "reason": error.reason.value}
 
 
 def _refused(message: str) -> WeightSyncError:

@@ -4,6 +4,10 @@ A rank offers files over the segment socket: first `DOCUMENT`, this as JSON, the
 CPU that is a writable descriptor of each allocation; of a GPU it is one file, `HANDLES`, with what
 `cuIpcGetMemHandle` answered for each. A handle opens its allocation to whoever has its bytes, so
 they are in that file, which lies nowhere and is handed over as a descriptor, and in no document.
+
+That memory of the host can be read only. For a block of a transaction a rank offers, without a
+document, a descriptor of each allocation that can be written, or the `GATE` of its GPU (see
+`live_writers`), which whoever writes there has open meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DOCUMENT", "HANDLES", "HANDLE_BYTES", "MEMORY", "LiveBox", "LiveViews"]
+__all__ = ["DOCUMENT", "GATE", "HANDLES", "HANDLE_BYTES", "MEMORY", "LiveBox", "LiveViews"]
 
 #: Names of the files that a rank offers.
-DOCUMENT, MEMORY, HANDLES = "document", "memory", "handles"
+DOCUMENT, MEMORY, HANDLES, GATE = "document", "memory", "handles", "gate"
 #: CU_IPC_HANDLE_SIZE
 HANDLE_BYTES = 64
 

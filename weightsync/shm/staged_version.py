@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from weightsync.model.manifest import Layout, Manifest
+from weightsync.model.manifest import Layout, Manifest, ShardEntry
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import MappedSegment, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from weightsync.model.manifest import TensorEntry
 
 __all__ = ["StagedDocuments", "StagedVersion", "document_of", "read_document", "shard_copy"]
 
@@ -39,6 +41,12 @@ class StagedVersion:
 
     manifest: Manifest
     segments: tuple[str, ...]
+
+    @classmethod
+    def without_bytes(cls, tensors: Sequence[TensorEntry]) -> StagedVersion:
+        """Return what tensors of a version are; what their bytes will be is not known yet."""
+        layout = Layout((ShardEntry("", 0, 0),), tuple(replace(t, shard=0) for t in tensors))
+        return cls(Manifest(layout, (b"",) * len(tensors)), ("",))
 
     def to_segment(self) -> Segment:
         """Write the document into a new segment, which the caller owns."""

@@ -18,7 +18,13 @@ from weightsync_client.attach.model_views import put_into
 from weightsync_client.attach.rank_tensors import open_memory, view_of_box
 from weightsync_client.attach.tensor_kinds import TensorKind, kind_of, without_ties
 from weightsync_client.attach.transaction_call import Writing
-from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, copy_boxes, find_unequal
+from weightsync_client.attach.written_boxes import (
+    TrainerBox,
+    WrittenBox,
+    copy_boxes,
+    find_unequal,
+    overlap,
+)
 from weightsync_client.errors import UnavailableError, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
 from weightsync_client.source.sharded_tensors import is_sharded
@@ -45,12 +51,14 @@ class AttachedBox(NamedTuple):
 class Attached(Mapping[str, torch.Tensor]):
     """The live parameters of an engine by the names of its checkpoint; ends with `close`.
 
-    As a mapping it has every tensor that lies whole in one place; what is written into one is what
-    the engine computes with from that moment on. With tensor parallelism most tensors are in parts,
-    and some are in several places: `boxes` has all of them, and `read` and `write` see to it.
+    As a mapping it has every tensor that lies whole in one place; what is written into one, in the
+    block of a `transaction`, is what the engine computes with. With tensor parallelism most tensors
+    are in parts, and some are in several places: `boxes` has all of them, and `read` and `write`
+    see to it.
 
-    Whoever writes outside a `transaction` breaks what the service promises: the server finds it,
-    places the version again, and `check` says so.
+    On a CPU the views can be written in a block alone: whoever writes them at another time is ended
+    by SIGSEGV, as is whoever reads or writes them after `close`. On a GPU nothing keeps a kernel
+    from writing; the server finds it, places the version again, and `check` says so.
 
     Attributes:
         engine: Name of the engine.
@@ -96,6 +104,7 @@ class Attached(Mapping[str, torch.Tensor]):
         Raises:
             KeyError: It does not; `boxes` may have it.
         """
+        self.check_open()
         parts = self.boxes[name]
         if len(parts) != 1 or tuple(parts[0].view.shape) != self._shapes[name]:
             msg = f"{name} lies in {len(parts)} places; see boxes, read and write"
@@ -118,6 +127,7 @@ class Attached(Mapping[str, torch.Tensor]):
 
     def read(self, name: str) -> torch.Tensor:
         """Return a copy of a whole tensor, on the device of its first part."""
+        self.check_open()
         parts = self.boxes[name]
         first = parts[0].view
         whole = torch.empty(self._shapes[name], dtype=first.dtype, device=first.device)
@@ -146,7 +156,17 @@ class Attached(Mapping[str, torch.Tensor]):
             name: Of the tensor.
             offsets: Where the box begins in it, elements.
             tensor: The box.
+
+        Raises:
+            ClientError: REQUEST_INVALID: no block of a transaction is open.
         """
+        self.check_open()
+        if not self._client.writable:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"write {name} inside `with attached.transaction():`; outside it the parameters "
+                "are read-only",
+            )
         copy_boxes(self._places(name, offsets, tensor))
 
     def places(self, boxes: Iterable[TrainerBox]) -> list[WrittenBox]:
@@ -325,6 +345,36 @@ class Attached(Mapping[str, torch.Tensor]):
         if self._closed:
             raise refuse(Reason.REQUEST_INVALID, "this was closed; attach again")
 
+    def open_block(self, transaction: str) -> None:
+        """Have the parameters writable, in the block of a transaction.
+
+        Raises:
+            ClientError: It is not open; UnavailableError: the server has ended.
+        """
+        try:
+            with typed_errors():
+                self._client.open_block(transaction)
+        except OSError as error:
+            raise _gone(error) from error
+
+    def close_block(self) -> None:
+        """Have them readable only; also where no block is open."""
+        self._client.close_block()
+
+    def revoke_block(self) -> None:
+        """Have what is written from now on served by nobody: the server has ended the block."""
+        self._client.revoke_block()
+
+    @property
+    def attachment(self) -> str:
+        """What this is called when a transaction begins."""
+        return self._client.attachment
+
+    def settle_transaction(self) -> None:
+        """Wait for what the last transaction has left to the background; raises as `result`."""
+        if self._transaction is not None:
+            self._transaction.result()
+
     def settle(self) -> None:
         """Wait until whatever this process has queued on the GPUs of the parameters is done."""
         views = (part.view for parts in self.boxes.values() for part in parts)
@@ -332,14 +382,13 @@ class Attached(Mapping[str, torch.Tensor]):
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """Detach; views that somebody still has must not be used any more.
+        """Detach; whoever uses a view that it has still is ended by SIGSEGV, or a fault of CUDA.
 
         Raises:
             ClientError: What a transaction has left to the background did not count.
         """
         try:
-            if self._transaction is not None:
-                self._transaction.result()
+            self.settle_transaction()
             # What runs on a GPU would lose its memory.
             self.settle()
         finally:
@@ -389,26 +438,6 @@ def attach(engine: str, socket: str, secret: str, writing: Writing) -> Attached:
 def _part(whole: torch.Tensor, part: AttachedBox) -> torch.Tensor:
     spans = zip(part.offsets, part.view.shape, strict=True)
     return whole[tuple(slice(begin, begin + length) for begin, length in spans)]
-
-
-def overlap(
-    offsets: Sequence[int], lengths: Sequence[int], others: Sequence[int], sizes: Sequence[int]
-) -> tuple[slice, ...] | None:
-    """Return which part of a box lies in another one; None: none does.
-
-    Args:
-        offsets: Where the box begins, elements.
-        lengths: How far it goes.
-        others: Where the other one begins.
-        sizes: How far that goes.
-    """
-    both = []
-    for offset, length, other, size in zip(offsets, lengths, others, sizes, strict=True):
-        begin, end = max(offset, other), min(offset + length, other + size)
-        if begin >= end:
-            return None
-        both.append(slice(begin - offset, end - offset))
-    return tuple(both)
 
 
 def _gone(error: OSError) -> UnavailableError:

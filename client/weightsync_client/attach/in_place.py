@@ -37,6 +37,19 @@ class Writable(Protocol):
     def read(self, name: str) -> torch.Tensor:
         """Return a copy of a whole tensor."""
 
+    @property
+    def attachment(self) -> str:
+        """What this is called when a transaction begins."""
+
+    def open_block(self, transaction: str) -> None:
+        """Have the parameters writable, in the block of a transaction."""
+
+    def close_block(self) -> None:
+        """Have them readable only; also where no block is open."""
+
+    def revoke_block(self) -> None:
+        """Have what is written from now on served by nobody."""
+
     def settle(self) -> None:
         """Wait until whatever is queued on GPUs is done."""
 
@@ -77,7 +90,8 @@ class InPlaceTransaction:
         source: Mapping[str, object] | None = None,
     ) -> None:
         begin = calls.begin_in_place(writing.model, attached.engine, 0, lease_s, pause)
-        self.call = TransactionCall(writing, begin)
+        begin.attachment = attached.attachment
+        self.call = TransactionCall(writing, begin, attached.revoke_block)
         self._push, self._attached, self._source = writing.push, attached, source
         self._background, self._before = background, before
         self._following: Future[None] | None = None
@@ -106,7 +120,20 @@ class InPlaceTransaction:
         """Have the engine stand still; return the id."""
         self.wait_for_before()
         self._attached.check_open()
-        return self.call.begin(self._attached.version)
+        name = self.call.begin(self._attached.version)
+        try:
+            self._attached.open_block(name)
+            self.call.check()
+        except BaseException:
+            self.abort()
+            raise
+        return name
+
+    def abort(self) -> None:
+        """Take all back, and return when the version before is served."""
+        # Until then the server waits.
+        self._attached.close_block()
+        self.call.abort()
 
     def wait_for_before(self) -> None:
         """Return when the transaction before this one has ended.
@@ -154,11 +181,12 @@ class InPlaceTransaction:
             # Kernels that are queued still would write what is put back, or digested.
             self._attached.settle()
         except BaseException:
-            self.call.abort()
+            self.abort()
             raise
         if error is not None:
-            self.call.abort()
+            self.abort()
             return
+        self._attached.close_block()
         version = self.call.commit()
         self.follow(lambda: self._push_live(version))
 
@@ -192,7 +220,8 @@ class InPlaceTransaction:
         with self.call.renewed():
             # A copy of the model, for deltas of later ones, would take a trainer's memory.
             options = {"version": version, "idempotency_key": self.id, "delta": "never"}
-            self._push(self._content(), **options)
+            # What every rank holds, in whatever dtype, is what is pushed.
+            self._push(self._content(), dtype="keep", **options)
         self.finish()
 
     def finish(self) -> types.ApplyReport:

@@ -34,6 +34,12 @@ class Target(Protocol):
     def check_written(self, places: Iterable[WrittenBox]) -> None:
         """Accept places that hold, bit for bit, what was written into them."""
 
+    def open_block(self, transaction: str) -> None:
+        """Have the parameters writable, in the block of a transaction."""
+
+    def close_block(self) -> None:
+        """Have them readable only."""
+
     def settle(self) -> None:
         """Wait until whatever is queued on GPUs is done."""
 
@@ -78,11 +84,11 @@ def update_together(
         try:
             key = ranks.broadcast(transaction.begin)
             # Nobody renews the lease: one that hangs would keep the engine standing.
-            ranks.together(lambda: _write(target, places))
+            ranks.together(lambda: _write(target, places, key if ranks.number else ""))
             version = ranks.broadcast(transaction.call.commit)
         except BaseException:
             if ranks.number == 0:
-                transaction.call.abort()
+                transaction.abort()
             raise
     options = {
         "version": version,
@@ -90,6 +96,7 @@ def update_together(
         "writers": ranks.count,
         "writer": ranks.number,
         "delta": "never",
+        "dtype": "keep",
     }
     pushes = partial(push, tensors, **options)
     transaction.follow(lambda: _push_together(pushers or ranks, transaction, pushes))
@@ -107,13 +114,19 @@ def _places(
     )
 
 
-def _write(target: Target, places: Iterable[WrittenBox]) -> None:
+def _write(target: Target, places: Iterable[WrittenBox], transaction: str) -> None:
+    """Write in a block that is opened here, or was where the transaction began."""
     try:
+        if transaction:
+            target.open_block(transaction)
         copy_boxes(places)
         target.check_written(places)
     finally:
         # Also what is about to be taken back must not be written later.
-        target.settle()
+        try:
+            target.settle()
+        finally:
+            target.close_block()
 
 
 def _push_together(

@@ -53,6 +53,8 @@ class TransactionCall:
     Args:
         writing: How it is begun.
         begin: With what.
+        revoke: Called, in a thread of its own, when the server has ended the block: what is written
+            from then on must not be what is served.
 
     Attributes:
         id: Names it; "": it has not begun.
@@ -60,8 +62,14 @@ class TransactionCall:
         paused_s: How long nothing was generated, seconds, once the engine goes on.
     """
 
-    def __init__(self, writing: Writing, begin: pb.BeginInPlace) -> None:
-        self._writing, self._begin = writing, begin
+    def __init__(
+        self, writing: Writing, begin: pb.BeginInPlace, revoke: Callable[[], None]
+    ) -> None:
+        self._writing, self._begin, self._revoke = writing, begin, revoke
+        self._answers: queue.SimpleQueue[pb.WriteInPlaceResponse | BaseException] = (
+            queue.SimpleQueue()
+        )
+        self._lost = False
         self._steps: queue.SimpleQueue[pb.WriteInPlaceRequest | None] = queue.SimpleQueue()
         self._call: Any = None
         self._pid = 0
@@ -84,6 +92,7 @@ class TransactionCall:
         self._begin.base_version = base_version
         self._steps.put(pb.WriteInPlaceRequest(begin=self._begin))
         self._call = self._writing.open(iter(self._steps.get, None))
+        threading.Thread(target=self._read, name="in place answers", daemon=True).start()
         self.id = self._answer().begun.transaction_id
         self.writes = True
         return self.id
@@ -94,9 +103,38 @@ class TransactionCall:
         Raises:
             ClientError: The server has ended it, with the reason.
         """
-        if self.writes and not self._call.is_active():
-            self._answer()
+        self.check()
         self._renew()
+
+    def check(self) -> None:
+        """Return if the server has not ended the block.
+
+        Raises:
+            ClientError: It has, with the reason.
+        """
+        if self.writes and self._lost:
+            self._answer()
+
+    def _read(self) -> None:
+        """Hear the server, also while the trainer computes."""
+        try:
+            for answer in self._call:
+                if answer.WhichOneof("outcome") == "revoked":
+                    self._lose()
+                else:
+                    self._answers.put(answer)
+        except BaseException as error:  # noqa: BLE001 - raised by who waits for an answer
+            self._lose()
+            self._answers.put(error)
+        else:
+            self._lose()
+            self._answers.put(StopIteration())
+
+    def _lose(self) -> None:
+        self._lost = True
+        # By the end of a block that this trainer ended itself, the next one may have begun.
+        if self.writes:
+            self._revoke()
 
     def _renew(self) -> None:
         self._steps.put(pb.WriteInPlaceRequest(renew=pb.RenewInPlace()))
@@ -131,8 +169,8 @@ class TransactionCall:
         if self._forked:
             raise refuse(
                 Reason.REQUEST_INVALID,
-                "this process was forked from the one whose transaction it is, which goes on with "
-                "it alone; end such a process before the block does",
+                "end forked children before the block ends: only the process that began the "
+                "transaction can commit it",
             )
         self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace()))
         live = self._answer().live
@@ -171,7 +209,11 @@ class TransactionCall:
 
     def _answer(self) -> pb.WriteInPlaceResponse:
         try:
-            answer: pb.WriteInPlaceResponse = next(self._call)
+            answer = self._answers.get()
+            if isinstance(answer, BaseException):
+                # It is the last one, for whoever asks again.
+                self._answers.put(answer)
+                raise answer
         except grpc.RpcError as error:
             self._end()
             raise from_rpc(
@@ -179,7 +221,10 @@ class TransactionCall:
             ) from None
         except StopIteration:
             self._end()
-            raise refuse(Reason.FAULT, "the server has ended the transaction unasked") from None
+            raise refuse(
+                Reason.FAULT,
+                "attach again and see the server's log: it ended the transaction without a reason",
+            ) from None
         except BaseException:
             self._end()
             raise

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["TrainerBox", "WrittenBox", "copy_boxes", "find_unequal"]
+__all__ = ["TrainerBox", "WrittenBox", "copy_boxes", "find_unequal", "overlap"]
 
 #: Of what is compared at a time: casts, and copies from another GPU, need that much memory.
 _PIECE_BYTES = 128 << 20
@@ -41,6 +41,26 @@ class WrittenBox(NamedTuple):
     name: str
     live: torch.Tensor
     source: torch.Tensor
+
+
+def overlap(
+    offsets: Sequence[int], lengths: Sequence[int], others: Sequence[int], sizes: Sequence[int]
+) -> tuple[slice, ...] | None:
+    """Return which part of a box lies in another one; None: none does.
+
+    Args:
+        offsets: Where the box begins, elements.
+        lengths: How far it goes.
+        others: Where the other one begins.
+        sizes: How far that goes.
+    """
+    both = []
+    for offset, length, other, size in zip(offsets, lengths, others, sizes, strict=True):
+        begin, end = max(offset, other), min(offset + length, other + size)
+        if begin >= end:
+            return None
+        both.append(slice(begin - offset, end - offset))
+    return tuple(both)
 
 
 def copy_boxes(boxes: Iterable[WrittenBox]) -> None:

@@ -7,6 +7,7 @@ from weightsync_server.attach.attach_servicer import AttachServicer, add_attach_
 from weightsync_server.attach.attachments import Attachments
 from weightsync_server.attach.in_place_call import InPlaceCalls
 from weightsync_server.attach.in_place_versions import InPlaceVersions
+from weightsync_server.attach.open_blocks import OpenBlocks
 
 __all__ = [
     "AttachMetrics",
@@ -14,5 +15,6 @@ __all__ = [
     "Attachments",
     "InPlaceCalls",
     "InPlaceVersions",
+    "OpenBlocks",
     "add_attach_service",
 ]

@@ -37,11 +37,10 @@ class AttachServicer(attach_pb2_grpc.AttachServiceServicer):
     async def Attach(self, request: pb.AttachRequest, context: Any) -> Any:
         """Have the ranks hand out their memory."""
         check_model(request.model, self._model)
-        return await self._attachments.offer(request.engine, context.peer())
+        return await self._attachments.offer(request, context.peer())
 
     async def WriteInPlace(self, request_iterator: Any, context: Any) -> Any:
         """Let a trainer write it."""
-        del context
         steps = aiter(request_iterator)
         first = await anext(steps, None)
         if first is None or first.WhichOneof("step") != "begin":
@@ -51,7 +50,9 @@ class AttachServicer(attach_pb2_grpc.AttachServiceServicer):
         check_model(first.begin.model, self._model)
         applier = self._attachments.engine(first.begin.engine)
         order = read_order(first.begin)
-        async with contextlib.aclosing(self._transactions.run(applier, order, steps)) as answers:
+        writer = self._attachments.writer(applier.name, first.begin.attachment, context.peer())
+        answered = self._transactions.run(applier, order, steps, writer)
+        async with contextlib.aclosing(answered) as answers:
             async for answer in answers:
                 yield answer
 

@@ -1,13 +1,15 @@
 """Who has an engine's live parameters, and what is done as long as somebody has.
 
-A trainer that has them can write them at any time, and nothing but a comparison shows it. So what
-every rank holds is compared with the live version again and again, and once more after the trainer
-has left.
+The ranks remember who has them, by the kernel's word, and what they hold is compared with the live
+version again and again for as long as one such process lives (`LiveChecks`). This here knows what a
+server can know: which connections there are, whose transactions they may begin, and whom to tell
+what was found.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from typing import TYPE_CHECKING, TypeVar
@@ -15,13 +17,14 @@ from typing import TYPE_CHECKING, TypeVar
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.attach_server import AttachServer
 from weightsync.v1 import attach_pb2 as pb
-from weightsync_server.attach.attachable import check_attachable, hand_out
+from weightsync_server.attach.attachable import check_attachable, hand_out, remember
+from weightsync_server.engine.block_writers import untold
 from weightsync_server.engine.engine_applier import live_version
+from weightsync_server.engine.live_check import CHECK_S
 from weightsync_server.push.sources.same_host import OFFER_S, is_here
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -29,18 +32,21 @@ if TYPE_CHECKING:
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync.wire.peer_server import PeerCredentials
     from weightsync_server.attach.attach_metrics import AttachMetrics
+    from weightsync_server.attach.open_blocks import OpenBlocks
     from weightsync_server.engine import EngineApplier, EngineSet
     from weightsync_server.engine.live_check import LiveChecks
     from weightsync_server.engine.session import EngineSession
+    from weightsync_server.engine.worker_reports import RankState
 
-__all__ = ["Attachments"]
+__all__ = ["MOST_OFFERS", "Attachment", "Attachments"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: From one comparison to the next while a trainer is attached, seconds.
-CHECK_S = 60.0
+#: Offers at once that nobody has fetched: each holds descriptors, and what opens a GPU's memory.
+MOST_OFFERS = 64
+_LONGEST_JOB = 64
 
 
 class Attachment:
@@ -51,13 +57,32 @@ class Attachment:
         session: Of this start of it.
         checks: Compares what it holds.
         found: What opens its memory, until it was handed over.
+        job: Of which the trainer is a process; "": of an older release, which names none.
+
+    Attributes:
+        token: Names it to who begins a transaction.
+        guarded: Whether what was handed out is written in blocks alone.
+        remembered: Whether the ranks can remember to whom.
+        pid: Of the trainer; 0: it has not come yet.
+        engine_id: Of that start of the engine.
+        on_leave: Called when the trainer has left, while it writes; None: it does not.
     """
 
     def __init__(
-        self, engine: str, session: EngineSession, checks: LiveChecks, found: HandedOut
+        self,
+        engine: str,
+        session: EngineSession,
+        checks: LiveChecks,
+        found: HandedOut,
+        job: str = "",
     ) -> None:
-        self.engine = engine
-        self._session = session
+        self.engine, self.job = engine, job
+        self.token = secrets.token_urlsafe(16)
+        self.guarded, self.remembered = found.guarded, False
+        self.alone = found.on_device or not found.guarded
+        self.pid, self.engine_id = 0, ""
+        self.on_leave: Callable[[str], None] | None = None
+        self.session = session
         self._checks = checks
         self._found: HandedOut | None = found
         self._timer: asyncio.TimerHandle | None = None
@@ -66,13 +91,17 @@ class Attachment:
         """Give up what is not handed over by then."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self.drop)
 
-    def begin(self) -> HandedOut | None:
-        """Return what opens the memory, which may be written from now on; None: it is too late."""
+    def take(self) -> HandedOut | None:
+        """Return what opens the memory; None: it is too late."""
+        self._stop_timer()
         found, self._found = self._found, None
-        if found is not None:
-            self._checks.writers[self] = ""
-            self._repeat()
-        return found
+        return found._replace(attachment=self.token) if found is not None else None
+
+    def begin(self) -> None:
+        """Take note that the memory is handed over, which may be written from now on."""
+        self._checks.writers[self] = ""
+        self._checks.watch()
+        self._compare()
 
     def check(self) -> None:
         """Refuse to go on with what is live no more, or was restored.
@@ -83,7 +112,7 @@ class Attachment:
         """
         if said := self._checks.writers.get(self, ""):
             raise WeightSyncError(Reason.ENGINE_REFUSED, f"{said}; attach again")
-        if self._session.live is None:
+        if self.session.live is None:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
                 "the engine was started anew, or its server has connected to it anew; attach again",
@@ -91,6 +120,8 @@ class Attachment:
 
     def end(self) -> None:
         """The trainer has left: what it wrote at last is found as well."""
+        if self.on_leave is not None:
+            self.on_leave("the trainer has detached")
         self._stop_timer()
         self._compare()
         # What was written by then counts as its own.
@@ -104,14 +135,9 @@ class Attachment:
         if found is not None:
             found.close()
 
-    def _repeat(self) -> None:
-        self._stop_timer()
-        self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._repeat)
-        self._compare()
-
     def _compare(self) -> None:
-        if self._session.live is not None:
-            self._checks.owe(self._session.live)
+        if self.session.live is not None:
+            self._checks.owe(self.session.live)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -126,18 +152,31 @@ class Attachments:
         segments: Where ranks send what opens their memory.
         socket: Path at which trainers connect.
         metrics: Counts them.
+        blocks: What is written with in transactions.
     """
 
     def __init__(
-        self, engines: EngineSet, segments: SegmentServer, socket: Path, metrics: AttachMetrics
+        self,
+        engines: EngineSet,
+        segments: SegmentServer,
+        socket: Path,
+        metrics: AttachMetrics,
+        blocks: OpenBlocks,
     ) -> None:
         self._engines = engines
         self._segments = segments
         self._socket = socket
         self._metrics = metrics
+        self.blocks = blocks
         self._loop = asyncio.get_running_loop()
         self._offers: dict[str, Attachment] = {}
+        #: Of which the ranks are told at this moment to whom the memory goes.
+        self._redeeming: set[Attachment] = set()
         self._open: set[Attachment] = set()
+        #: Who was given memory here: engine, process and job. These are known by their connections.
+        self._met: set[tuple[str, int, str]] = set()
+        #: Who writes each engine, by its name.
+        self._writers: dict[str, Attachment] = {}
 
     def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Listen until the stack ends.
@@ -149,30 +188,44 @@ class Attachments:
         server = AttachServer(self._socket, lambda peer: AttachSession(self, self._loop, peer))
         stack.callback(server.close)
 
-    async def offer(self, engine: str, peer: str) -> pb.AttachResponse:
+    async def offer(self, request: pb.AttachRequest, peer: str) -> pb.AttachResponse:
         """Have every rank of an engine hand out its memory; return where it can be fetched.
 
         Args:
-            engine: Its name; "": the only one.
+            request: Which engine, and for which job.
             peer: Who asks, as gRPC tells it.
 
         Raises:
-            WeightSyncError: ENGINE_REFUSED with what stands in the way, REQUEST_INVALID, or why
-                nothing can be done with the engine now.
+            WeightSyncError: ENGINE_REFUSED with what stands in the way, REQUEST_INVALID,
+                LIMIT_EXCEEDED, or why nothing can be done with the engine now.
         """
-        if not is_here(peer):
-            raise WeightSyncError(
-                Reason.ENGINE_REFUSED,
-                "memory is handed out on the engine's host alone; run the trainer there and "
-                "connect by a unix socket, or push versions from elsewhere",
-            )
-        applier = self.engine(engine)
+        self._check_offer(request, peer)
+        applier = self.engine(request.engine)
         supervisor = applier.supervisor
         async with supervisor.exclusive(proof_s=0.0) as session:
             live = live_version(session)
             check_attachable(session)
-            found = await hand_out(session, live, self._segments)
-        attachment = Attachment(applier.name, session, supervisor.checks, found)
+            states = await session.states()
+            self._check_holders(applier.name, request.job, states)
+            remembered = all(state.holders is not None for state in states)
+            guarded = bool(request.job) and remembered
+            access = "read" if guarded else ""
+            found = await hand_out(session, live, self._segments, access)
+        attachment = Attachment(
+            applier.name,
+            session,
+            supervisor.checks,
+            found._replace(guarded=guarded),
+            request.job,
+        )
+        attachment.remembered, attachment.engine_id = remembered, session.info.engine_id
+        try:
+            # Others were made meanwhile.
+            self._check_room()
+            self._check_alone(attachment)
+        except WeightSyncError:
+            attachment.drop()
+            raise
         attachment.expire_in(OFFER_S)
         secret = secrets.token_urlsafe(32)
         self._offers[secret] = attachment
@@ -193,19 +246,61 @@ class Attachments:
             )
         return found[0]
 
-    async def redeem(self, secret: str, peer: PeerCredentials) -> tuple[Attachment, HandedOut]:
-        """Return what a secret opens; it opens nothing any more.
+    def writer(self, engine: str, token: str, peer: str) -> Attachment:
+        """Return the attachment for which a transaction is begun; no other job writes beside it.
+
+        Args:
+            engine: Name of the engine.
+            token: Of the attachment; "": of an older release.
+            peer: Who asks, as gRPC tells it.
 
         Raises:
-            WeightSyncError: PERMISSION_DENIED.
+            WeightSyncError: ENGINE_REFUSED.
+        """
+        here = [one for one in self._open if one.engine == engine and is_here(peer)]
+        mine = [one for one in here if one.token == token or not (token or one.job)]
+        if not mine:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                "attach before you begin a transaction, from the engine's host, and stay attached "
+                "until it ends: only who has the memory writes it",
+            )
+        (attachment, *_) = mine
+        before = self._writers.get(engine, attachment)
+        jobs = {one.job for one in here}
+        if before.job != attachment.job and before.job in jobs:
+            raise _written_by(engine, before)
+        self._writers[engine] = attachment
+        return attachment
+
+    async def redeem(
+        self, secret: str, peer: PeerCredentials, pidfd: int
+    ) -> tuple[Attachment, HandedOut]:
+        """Return what a secret opens, once every rank remembers who comes with it.
+
+        It opens nothing any more.
+
+        Raises:
+            WeightSyncError: PERMISSION_DENIED; or why the ranks cannot be told now.
         """
         attachment = self._offers.pop(secret, None)
-        found = attachment.begin() if attachment is not None else None
+        found = attachment.take() if attachment is not None else None
         if attachment is None or found is None:
             raise WeightSyncError(
                 Reason.PERMISSION_DENIED,
                 "this secret opens nothing: it was used, or is too old; call Attach again",
             )
+        attachment.pid = peer.pid
+        self._redeeming.add(attachment)
+        try:
+            if attachment.remembered:
+                await self._remember(attachment, peer.pid, pidfd)
+        except BaseException:
+            found.close()
+            raise
+        finally:
+            self._redeeming.discard(attachment)
+        attachment.begin()
         self._open.add(attachment)
         self._metrics.set_attached(len(self._open))
         logger.info("process %d has the memory of engine %s", peer.pid, attachment.engine)
@@ -217,6 +312,68 @@ class Attachments:
         self._metrics.set_attached(len(self._open))
         attachment.end()
         logger.info("process %d has left engine %s", peer.pid, attachment.engine)
+
+    async def _remember(self, attachment: Attachment, pid: int, pidfd: int) -> None:
+        supervisor = self.engine(attachment.engine).supervisor
+        async with supervisor.exclusive(proof_s=0.0) as session:
+            here = session is attachment.session
+            if here:
+                live, always, job = live_version(session), not attachment.guarded, attachment.job
+                self._check_holders(attachment.engine, job, await session.states())
+                self._met.add((attachment.engine, pid, job))
+                await remember(session, live, self._segments, pid, pidfd, job, always=always)
+        if not here:
+            # Said in there, it would be this engine that is away.
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY, "the engine was started anew meanwhile; attach again"
+            )
+
+    def _check_offer(self, request: pb.AttachRequest, peer: str) -> None:
+        if not is_here(peer):
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                "memory is handed out on the engine's host alone; run the trainer there and "
+                "connect by a unix socket, or push versions from elsewhere",
+            )
+        if len(request.job) > _LONGEST_JOB or not request.job.isprintable():
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"job must be at most {_LONGEST_JOB} printable characters",
+            )
+        self._check_room()
+
+    def _check_room(self) -> None:
+        if len(self._offers) >= MOST_OFFERS:
+            raise WeightSyncError(
+                Reason.LIMIT_EXCEEDED,
+                f"fetch what was offered, or wait {OFFER_S:g} s: {MOST_OFFERS} offers wait for "
+                "somebody to come with their secret",
+                retry_after_s=1.0,
+            )
+
+    def _check_alone(self, attachment: Attachment) -> None:
+        """Refuse memory that can always be written to a second job."""
+        for other in (*self._open, *self._redeeming, *self._offers.values()):
+            # Memory of an engine that was started anew is nobody's business.
+            place = other.engine, other.engine_id
+            if place != (attachment.engine, attachment.engine_id) or other.job == attachment.job:
+                continue
+            if attachment.alone or other.alone:
+                raise _written_by(attachment.engine, other)
+
+    def _check_holders(self, engine: str, job: str, states: Sequence[RankState]) -> None:
+        """Refuse memory that a process of another job can always write, by the ranks' word.
+
+        A server before this one gave it that, so that there is no connection to know it by.
+        """
+        if why := untold(states):
+            raise WeightSyncError(Reason.ENGINE_REFUSED, why, retry_after_s=1.0)
+        living = {pid for state in states for pid in state.holders or ()}
+        self._met = {each for each in self._met if each[0] != engine or each[1] in living}
+        for pid, other in (holder for state in states for holder in state.unguarded_by):
+            if other != job and (engine, pid, other) not in self._met:
+                # It has the memory as long as it lives, for all that is known here.
+                raise _other_job(engine, f"end {_process(pid)}, then try again")
 
     def _close(self) -> None:
         for attachment in (*self._offers.values(), *self._open):
@@ -240,10 +397,19 @@ class AttachSession:
         self._peer = peer
         self._attachment: Attachment | None = None
 
-    def redeem(self, secret: str) -> HandedOut:
+    def redeem(self, secret: str, pidfd: int) -> HandedOut:
         """Return what the secret opens."""
-        self._attachment, found = self._do(self._attachments.redeem(secret, self._peer))
+        work = self._attachments.redeem(secret, self._peer, pidfd)
+        self._attachment, found = self._do(work)
         return found
+
+    def write(self, transaction: str) -> HandedOut:
+        """Return what the block of a transaction is written with."""
+
+        async def take() -> HandedOut:
+            return self._attachments.blocks.take(transaction)
+
+        return self._do(take())
 
     def check(self) -> None:
         """Refuse to go on where that is no use."""
@@ -258,3 +424,20 @@ class AttachSession:
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _written_by(engine: str, other: Attachment) -> WeightSyncError:
+    who = _process(other.pid)
+    return _other_job(engine, f"end {who} or close its attachment, then try again")
+
+
+def _process(pid: int) -> str:
+    return f"process {pid}" if pid else "another process"
+
+
+def _other_job(engine: str, remedy: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.ENGINE_REFUSED,
+        f"{remedy}: it writes engine {engine}, which one job at a time may do (processes of one "
+        "torch.distributed are one job if they attach after init_process_group)",
+    )

@@ -1,10 +1,13 @@
 """Transactions: a trainer writes the live parameters of an engine that stands still for it.
 
-    INTENT of the version before -> pause -> every rank unproved -> the trainer writes
-    -> every rank digests, replicas agree -> resume: live, in the engine's memory alone
+    nobody can write, by the ranks' word -> INTENT of the version before -> pause
+    -> every rank unproved -> the trainer, and nobody else, can write, and writes
+    -> nobody can write -> every rank digests, replicas agree
+    -> resume: live, in the engine's memory alone
     -> pushed, INTENT, every rank compared with that and its digests -> a version like any other
 
-Whatever goes wrong on the way: pause, the version before on every rank, verify, resume; else fence.
+Whatever goes wrong on the way: pause, nobody can write, the version before on every rank, verify,
+resume; else fence.
 The engine has one owner to the end of it, so that nothing else is applied meanwhile.
 """
 
@@ -21,10 +24,11 @@ from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS, OpenApply
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import attach_pb2 as pb
-from weightsync_server.attach.attachable import check_attachable
+from weightsync_server.attach.attachable import check_attachable, hand_out
 from weightsync_server.attach.replicas import check_agreed
 from weightsync_server.attach.trainer_line import abandoned
 from weightsync_server.engine import idempotency, replies
+from weightsync_server.engine.block_writers import still_writing, wait_let_go
 from weightsync_server.engine.engine_applier import live_version
 from weightsync_server.engine.outcome import Cause, CutoverPlan, CutoverResult
 from weightsync_server.engine.pause_options import duration
@@ -33,11 +37,13 @@ from weightsync_server.engine.unfinished import write_down
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from weightsync.engine import PauseSpec
     from weightsync.v1 import weightsync_pb2
+    from weightsync_server.attach.attachments import Attachment
     from weightsync_server.attach.in_place_versions import InPlaceVersions
+    from weightsync_server.attach.open_blocks import OpenBlocks
     from weightsync_server.attach.trainer_line import TrainerLine
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine import EngineApplier, HostParts, ModelParts
@@ -72,8 +78,10 @@ class InPlace:
         applier: Of the engine.
         model: What it serves.
         host: What engines share.
+        blocks: What is written with.
         order: What the trainer begins with.
         trainer: Who writes.
+        attachment: By which that has the memory.
         versions: Drops what does not count.
 
     Attributes:
@@ -85,14 +93,18 @@ class InPlace:
         applier: EngineApplier,
         model: ModelParts,
         host: HostParts,
+        blocks: OpenBlocks,
         order: InPlaceOrder,
         trainer: TrainerLine,
+        attachment: Attachment,
         versions: InPlaceVersions,
     ) -> None:
         self.id = secrets.token_hex(8)
         self._applier, self._supervisor = applier, applier.supervisor
         self._model, self._host, self._order = model, host, order
         self._trainer, self._versions = trainer, versions
+        self._blocks, self._attachment = blocks, attachment
+        self._unguarded = False
 
     async def run(self) -> weightsync_pb2.ApplyReport:
         """Return when the engine generates on what was written, pushed and proved on every rank.
@@ -103,19 +115,29 @@ class InPlace:
                 ENGINE_FENCED, ENGINE_AWAY: it stands still until its ranks have been asked.
         """
         async with self._supervisor.exclusive(self.id, proof_s=0.0) as session:
-            base = live_version(session)
-            self._check(session, base)
-            with translate_os_errors("the transaction"):
-                # Whatever the ranks hold after a crash, it is this that is placed.
-                await self._supervisor.journal.intent_to_place(base)
-            await failpoints.reach("in_place.begin")
-            async with self._paused(session, base) as pause:
-                record, result = await self._written(session, base, pause)
-            try:
-                plan = await self._copied(session, base, record)
-            except (WeightSyncError, OSError) as error:
-                await self._go_back(session, base, record, error)
-            return await self._served(session, plan, result)
+            if self._attachment.engine_id == session.info.engine_id:
+                return await self._run(session)
+        # Said in there, it would be this engine that is away.
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            "attach again, for the engine was started anew: what this has is memory of before",
+        )
+
+    async def _run(self, session: EngineSession) -> weightsync_pb2.ApplyReport:
+        base = live_version(session)
+        self._check(session, base)
+        await self._check_writers(session)
+        with translate_os_errors("the transaction"):
+            # Whatever the ranks hold after a crash, it is this that is placed.
+            await self._supervisor.journal.intent_to_place(base)
+        await failpoints.reach("in_place.begin")
+        async with self._block(session, base), self._paused(session, base) as pause:
+            record, result = await self._written(session, base, pause)
+        try:
+            plan = await self._copied(session, base, record)
+        except (WeightSyncError, OSError) as error:
+            await self._go_back(session, base, record, error)
+        return await self._served(session, plan, result)
 
     def _check(self, session: EngineSession, base: PreparedVersion) -> None:
         if self._host.fleet:
@@ -139,6 +161,26 @@ class InPlace:
                 "not follow it; attach again and begin with what is live",
             )
 
+    async def _check_writers(self, session: EngineSession) -> None:
+        """Accept an engine that nobody can write."""
+        states = await session.states()
+        if still_writing(states) and (why := await wait_let_go(session)):
+            raise WeightSyncError(Reason.ENGINE_REFUSED, why)
+        self._unguarded = any(state.unguarded for state in states)
+
+    @contextlib.asynccontextmanager
+    async def _block(self, session: EngineSession, base: PreparedVersion) -> AsyncIterator[None]:
+        """Have what the trainer writes with ready, which is to be had while it may write."""
+        if not self._attachment.guarded:
+            yield
+            return
+        found = await hand_out(session, base, self._host.segments, "write")
+        self._blocks.open(self.id, found)
+        try:
+            yield
+        finally:
+            self._blocks.close(self.id)
+
     def _paused(
         self, session: EngineSession, base: PreparedVersion
     ) -> contextlib.AbstractAsyncContextManager[Pause]:
@@ -153,12 +195,10 @@ class InPlace:
         """Return what the engine generates with when the trainer has written."""
         record: VersionRecord | None = None
         try:
+            await self._check_base(session, base)
             await session.ranks.unprove(QUICK_S)
             await failpoints.reach("in_place.begun")
-            self._trainer.send(
-                pb.WriteInPlaceResponse(begun=pb.InPlaceBegun(transaction_id=self.id))
-            )
-            await self._trainer.step("commit", self._order.lease_s)
+            await self._let_write()
             began = time.perf_counter()
             record = await self._model.table.add_in_place(self.id)
             ranks = await self._digested(session, base)
@@ -173,10 +213,60 @@ class InPlace:
         await self._show(session, record, result)
         return record, result
 
+    async def _check_base(self, session: EngineSession, base: PreparedVersion) -> None:
+        """Find what was written before the block, which must not count as written in it.
+
+        Where nobody could write, by the kernel's word, nothing was.
+        """
+        if self._unguarded:
+            reports = await session.ranks.verify(base.apply_id, self._host.limits.commit_timeout_s)
+            if any(report.proved is False for report in reports):
+                self._host.metrics.violate("never_mixed")
+            _check_proved(base.record.version, reports)
+
+    async def _let_write(self) -> None:
+        """Return when the trainer has written, and nobody is given anything to write with."""
+        line, limits = self._trainer, self._host.limits
+        checks = self._supervisor.checks
+        checks.break_off = self._attachment.on_leave = line.break_off
+        try:
+            begun = pb.InPlaceBegun(transaction_id=self.id)
+            line.send(pb.WriteInPlaceResponse(begun=begun))
+            await line.step("commit", self._order.lease_s, limits.in_place_pause_s)
+        finally:
+            checks.break_off = self._attachment.on_leave = None
+            self._blocks.close(self.id)
+
+    async def _let_go(self, session: EngineSession, why: str) -> None:
+        """Return when nobody can write what is about to be put back.
+
+        Raises:
+            WeightSyncError: ENGINE_FENCED: somebody can, as long as the engine stands still.
+        """
+        self._blocks.close(self.id)
+        if self._attachment.guarded:
+            revoked = pb.InPlaceRevoked(reason=why)
+            self._trainer.send(pb.WriteInPlaceResponse(revoked=revoked))
+        if left := await wait_let_go(session):
+            await session.engine.fence(left)
+            self._supervisor.suspect(left)
+            raise WeightSyncError(Reason.ENGINE_FENCED, f"{left} ({why})")
+
     async def _digested(self, session: EngineSession, base: PreparedVersion) -> list[RankCommit]:
         await failpoints.reach("in_place.commit")
         timeout_s = self._host.limits.commit_timeout_s
         ranks = await session.ranks.digest(base.apply_id, self._name, timeout_s)
+        if self._attachment.guarded and any(one.writing for one in ranks):
+            # A child that was forked in the block closes what it has got a moment later.
+            await wait_let_go(session)
+            ranks = await session.ranks.digest(base.apply_id, self._name, timeout_s)
+        if self._attachment.guarded and (late := [one.rank for one in ranks if one.writing]):
+            raise WeightSyncError(
+                Reason.DATA_CORRUPT,
+                f"the memory of rank {', '.join(late)} can still be written by a mapping or a "
+                "descriptor that was made of it in the block; make none, and write nothing beside "
+                "the block",
+            )
         check_agreed(ranks, self._name)
         return ranks
 
@@ -282,6 +372,7 @@ class InPlace:
         if record is not None:
             await self._drop(base, record, restored)
         await failpoints.reach("in_place.restore")
+        await self._let_go(session, why)
         cutover = self._supervisor.cutover(session)
         await cutover.place(base)
         # No rank reads what was to be proved any more.

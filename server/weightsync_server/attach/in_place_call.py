@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from weightsync.v1 import weightsync_pb2
     from weightsync_server.attach.attach_metrics import AttachMetrics
+    from weightsync_server.attach.attachments import Attachment
     from weightsync_server.attach.in_place_versions import InPlaceVersions
+    from weightsync_server.attach.open_blocks import OpenBlocks
     from weightsync_server.engine import EngineApplier, HostParts, ModelParts
 
 __all__ = ["InPlaceCalls", "read_order"]
@@ -33,6 +35,7 @@ class InPlaceCalls:
         host: What they share.
         versions: Drops what does not count.
         metrics: Counts their ends.
+        blocks: What is written with.
     """
 
     def __init__(
@@ -41,9 +44,10 @@ class InPlaceCalls:
         host: HostParts,
         versions: InPlaceVersions,
         metrics: AttachMetrics,
+        blocks: OpenBlocks,
     ) -> None:
         self._model, self._host, self._versions = model, host, versions
-        self._metrics = metrics
+        self._metrics, self._blocks = metrics, blocks
         self._running: set[asyncio.Task[weightsync_pb2.ApplyReport]] = set()
 
     async def run(
@@ -51,6 +55,7 @@ class InPlaceCalls:
         applier: EngineApplier,
         order: InPlaceOrder,
         steps: AsyncIterator[pb.WriteInPlaceRequest],
+        attachment: Attachment,
     ) -> AsyncGenerator[pb.WriteInPlaceResponse]:
         """Yield what becomes of a transaction; a caller that leaves has taken it back.
 
@@ -58,12 +63,14 @@ class InPlaceCalls:
             applier: Of the engine.
             order: What it begins with.
             steps: What the trainer sends next.
+            attachment: Of the trainer.
 
         Raises:
             WeightSyncError: As `InPlace.run`.
         """
         line = TrainerLine(steps)
-        work = InPlace(applier, self._model, self._host, order, line, self._versions)
+        parts = self._model, self._host, self._blocks
+        work = InPlace(applier, *parts, order, line, attachment, self._versions)
         task = asyncio.create_task(work.run(), name=f"in place {work.id}")
         self._running.add(task)
         task.add_done_callback(self._ended)

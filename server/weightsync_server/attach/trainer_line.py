@@ -24,7 +24,7 @@ class TrainerLine:
     """
 
     def __init__(self, steps: AsyncIterator[pb.WriteInPlaceRequest]) -> None:
-        self._received: asyncio.Queue[pb.WriteInPlaceRequest | None] = asyncio.Queue()
+        self._received: asyncio.Queue[pb.WriteInPlaceRequest | str | None] = asyncio.Queue()
         self._answers: asyncio.Queue[pb.WriteInPlaceResponse | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(steps))
 
@@ -41,18 +41,31 @@ class TrainerLine:
         while (answer := await self._answers.get()) is not None:
             yield answer
 
-    async def step(self, wanted: str, lease_s: float) -> None:
+    def break_off(self, why: str) -> None:
+        """Have `step` raise, whatever the trainer does, with a reason."""
+        self._received.put_nowait(why)
+
+    async def step(self, wanted: str, lease_s: float, longest_s: float | None = None) -> None:
         """Return when the trainer has done something.
 
         Args:
             wanted: What, as the messages of the proto call it.
             lease_s: How long it may be silent, seconds.
+            longest_s: How long it may take, however often it says that it is at work, seconds;
+                None: for ever.
 
         Raises:
             WeightSyncError: APPLY_RESTORED: it has not, and will not.
         """
-        while (said := await self._said(lease_s)) == "renew":
-            pass
+        try:
+            async with asyncio.timeout(longest_s):
+                while (said := await self._said(lease_s)) == "renew":
+                    pass
+        except TimeoutError:
+            raise abandoned(
+                f"the engine has stood still for {longest_s:g} s, which is --in-place-pause-s; "
+                "compute before, and write only in the block"
+            ) from None
         if said != wanted:
             raise abandoned(_ENDS.get(said) or f"the trainer said {said}, not {wanted}")
 
@@ -62,6 +75,8 @@ class TrainerLine:
                 step = await self._received.get()
         except TimeoutError:
             raise abandoned(f"the trainer was silent for {lease_s:g} s; raise its lease") from None
+        if isinstance(step, str):
+            raise abandoned(step)
         return (step.WhichOneof("step") or "") if step is not None else ""
 
     async def close(self) -> None:

@@ -203,7 +203,7 @@ class Applier:
             check_ways(request, group, going, spec)
             absent = record.residency != pb.RESIDENCY_STAGED
             durable = request.require_durable or not request.HasField("require_durable")
-            targets = await prepare_all(going, record, timeout, durable=durable)
+            targets = await prepare_all(going, record, timeout, spec, durable=durable)
             if request.dry_run:
                 for one, target in zip(going, targets, strict=True):
                     predicted = one.applier.plan(target, one.live, spec, read_from_store=absent)
@@ -221,6 +221,9 @@ class Applier:
             return reply
 
     async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
+        for applier in self._engines.named(request.engine):
+            if (break_off := applier.supervisor.checks.break_off) is not None:
+                break_off("a rollback was asked for, which does not wait for it")
         async with self._taken(request.engine, None, apply_id=secrets.token_hex(8)) as group:
             kind = pb.RollbackResponse
             earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
@@ -229,7 +232,7 @@ class Applier:
             record, left = self._way_back(group.members)
             going = [one for one in group.members if one.live.record.version != record.version]
             check_ways(request, group, going, spec)
-            targets = await prepare_all(going, record, None, durable=True)
+            targets = await prepare_all(going, record, None, spec, durable=True)
             reason = request.reason or f"rolled back to version {record.version}"
             cause = idempotency.cause(request, rejects=left, reason=reason)
             plans = plans_for(going, targets, spec, cause)
@@ -253,7 +256,7 @@ class Applier:
     ) -> VersionRecord:
         newest = max((one.live.record for one in members), key=lambda record: record.order)
         if not request.version:
-            record = self._model.table.newest_applicable()
+            record = self._model.table.newest_applicable([one.name for one in members])
             return record if record.order > newest.order else newest
         record = self._model.table.get(request.version)
         if record.serving == pb.SERVING_REJECTED and not request.clear_rejected:

@@ -83,6 +83,8 @@ class BackgroundWork:
     async def _occupy(self, session: EngineSession) -> None:
         if session.loads is not None:
             self._load_newest(session, session.loads)
+        if session.live is not None:
+            self._checks.repeat(session.live)
         await self._checks.begin(session)
         if self._checks.running:
             self._prefetcher.interrupted()
@@ -97,7 +99,7 @@ class BackgroundWork:
             loads.begin(live)
             return
         try:
-            newest = self._model.table.newest_applicable()
+            newest = self._model.table.newest_applicable([self._journal.engine])
         except WeightSyncError:
             return
         after = live is None or newest.order > live.order

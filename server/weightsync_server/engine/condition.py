@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import replies
+from weightsync_server.engine.refusals import OUT_OF_REACH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,7 @@ class EngineCondition:
         state: As GetStatus shows it.
         reason: Why; empty: it serves.
         refused: Why this start of the engine can never be served; empty: it can.
+        owned: Whether another server that lives has it, as the reason says.
     """
 
     def __init__(self, metrics: EngineMetrics, on_change: Callable[[], None]) -> None:
@@ -41,6 +43,7 @@ class EngineCondition:
         self.state: pb.EngineState.ValueType = pb.ENGINE_STATE_AWAY
         self.reason = "not connected yet"
         self.refused = ""
+        self.owned = False
         #: Start of an engine, and how often it was begun to prove what that generates.
         self._proofs = ("", 0)
 
@@ -70,7 +73,7 @@ class EngineCondition:
 
     def set(self, state: pb.EngineState.ValueType, reason: str) -> None:
         """Change the state, and show it."""
-        self.state, self.reason = state, reason
+        self.state, self.reason, self.owned = state, reason, False
         # A fence stays in the metric while it is tried to lift it.
         if state != pb.ENGINE_STATE_RECONCILING:
             self._fenced = state == pb.ENGINE_STATE_FENCED
@@ -78,6 +81,14 @@ class EngineCondition:
             up=state != pb.ENGINE_STATE_AWAY, fenced=self._fenced, serving=self.serving
         )
         self._on_change()
+
+    def fail(self, error: WeightSyncError) -> None:
+        """Show that the engine does not serve, or that nobody knows what it does."""
+        away = error.reason in OUT_OF_REACH
+        self.set(pb.ENGINE_STATE_AWAY if away else pb.ENGINE_STATE_FENCED, error.message)
+        self.owned = error.reason is Reason.ENGINE_OWNED
+        if error.reason is Reason.ENGINE_UNSUPPORTED:
+            self.refused = error.message
 
     def forget(self) -> None:
         """Take note that the engine is gone, or another one."""
@@ -121,6 +132,8 @@ class EngineCondition:
             return WeightSyncError(
                 Reason.ENGINE_FENCED, f"the engine is fenced ({self.reason}); {remedy}"
             )
+        if self.owned:
+            return WeightSyncError(Reason.ENGINE_OWNED, self.reason)
         return WeightSyncError(
             Reason.ENGINE_AWAY,
             f"the engine is not ready ({self.reason}); it is connected as soon as it answers",

@@ -19,10 +19,12 @@ from weightsync.engine import BETWEEN_STEPS, EngineState, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine.journal import disk_errors_logged
 from weightsync_server.engine.outcome import CutoverResult
+from weightsync_server.engine.refusals import OUT_OF_REACH
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.outcome import Cause, CutoverPlan, PreparedVersion
     from weightsync_server.engine.session import EngineSession
@@ -172,7 +174,7 @@ class Cutover:
             base_digest=base.digest,
             limit_s=self._timeout_s,
         )
-        result.ranks, serves = await self._tried(lambda: self._switched(order))
+        result.ranks, serves = await self._tried(lambda: self._switched(order, target.record))
         failures = _failures(result.ranks, target.digest)
         if failures and serves == base.digest:
             self.compared_all, self.at_fault = result.compared_all, True
@@ -182,13 +184,16 @@ class Cutover:
         self._count(target, result)
         result.paused_s = max(rank.switch_s for rank in result.ranks)
 
-    async def _switched(self, order: SwitchOrder) -> tuple[list[RankCommit], str]:
+    async def _switched(
+        self, order: SwitchOrder, record: VersionRecord
+    ) -> tuple[list[RankCommit], str]:
         ranks = self._session.ranks
+        self._session.serving_time.permitted_s(record)
         try:
             # For the commit and, where it fails, for the way back.
             return await ranks.switch(order, 2 * self._timeout_s)
         except WeightSyncError as error:
-            if ranks.hung or error.reason in (Reason.ENGINE_AWAY, Reason.FAULT):
+            if ranks.hung or error.reason in {*OUT_OF_REACH, Reason.FAULT}:
                 # Nobody knows what the ranks hold until they are asked.
                 await self._fence([error.message])
             raise WeightSyncError(
@@ -261,7 +266,7 @@ class Cutover:
                 target.apply_id, target.record.version, self._timeout_s
             )
         except WeightSyncError as error:
-            if self._session.ranks.hung or error.reason is Reason.ENGINE_AWAY:
+            if self._session.ranks.hung or error.reason in OUT_OF_REACH:
                 # Nobody knows what the ranks hold until that call returns.
                 await self._fence([error.message])
             if await self._session.state() is EngineState.SERVING:

@@ -13,7 +13,9 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.nearest_names import add_suggestion
 from weightsync_server.engine.pause_options import duration
+from weightsync_server.engine.refusals import OUT_OF_REACH, ContentRefusedError, of_change
 from weightsync_server.engine.rejection import reject
+from weightsync_server.engine.version_loads import LoadFailedError
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class EngineApplier:
         self.supervisor = supervisor
         self._model = model
         self._host = host
+        model.engine_layouts.engines[self.name] = supervisor
         # Bytes per second of pause in the last apply, by strategy and whether it paused at all.
         self._rates: dict[tuple[int, bool], float] = {}
 
@@ -85,6 +88,7 @@ class EngineApplier:
         durable: bool = True,
         apply_id: str = "",
         to_write: bool = True,
+        spec: PauseSpec | None = None,
     ) -> PreparedVersion:
         """Have every rank prepare a version; what they read of it is proved.
 
@@ -97,6 +101,7 @@ class EngineApplier:
             apply_id: What the ranks shall call it; "": as the apply that has the engine.
             to_write: Whether it will be written; else what is live is compared with it alone, and
                 it is sent to no device.
+            spec: How it will be made live; None: by a pause that was allowed before.
 
         Raises:
             WeightSyncError: Nothing is changed.
@@ -106,7 +111,9 @@ class EngineApplier:
         seconds = timeout_s or self._host.limits.prepare_timeout_s
         lease = await self._model.stager.stage(record.version, seconds, durable=durable)
         try:
-            target = await self._proved(session, live, lease, seconds, apply_id, to_write=to_write)
+            target = await self._proved(
+                session, live, lease, seconds, apply_id, to_write=to_write, spec=spec
+            )
         except BaseException:
             lease.release()
             raise
@@ -122,6 +129,7 @@ class EngineApplier:
         apply_id: str,
         *,
         to_write: bool,
+        spec: PauseSpec | None,
     ) -> PreparedVersion:
         # Each shard is digested after every rank has read it: so what they read is proved.
         async with self._model.stager.digesting(lease) as digests:
@@ -131,7 +139,10 @@ class EngineApplier:
             try:
                 await self._model.stager.verify(lease, digests)
                 target.check()
+                if spec is not None:
+                    target.check_cache(spec)
                 await self._model.accepted.learn(lease.record)
+                await self._model.table.refused.take(self.name, lease.record.content_digest)
             except BaseException:
                 await session.hold(live)
                 raise
@@ -158,9 +169,20 @@ class EngineApplier:
                 digests=digests,
             )
         except WeightSyncError as error:
-            manifest = lease.record.manifest
-            tensors = manifest.layout.tensors if manifest else ()
-            raise await add_suggestion(error, tensors, self._model.accepted) from None
+            raise await self._refused(lease.record, error) from None
+
+    async def _refused(self, record: VersionRecord, error: WeightSyncError) -> WeightSyncError:
+        """Return what is said of a version that was not prepared, and remember what would recur."""
+        tensors = record.manifest.layout.tensors if record.manifest else ()
+        answer = await add_suggestion(error, tensors, self._model.accepted)
+        loaded = isinstance(error, LoadFailedError) and error.reason is Reason.ENGINE_REFUSED
+        if loaded or isinstance(error, ContentRefusedError):
+            if record.base is not None:
+                answer = of_change(answer, record.version, record.base.version)
+            if record.commit is not None:
+                digest = record.commit.content_digest
+                await self._model.table.refused.refuse(self.name, digest, answer.message)
+        return answer
 
     async def drop(
         self, session: EngineSession, live: PreparedVersion, target: PreparedVersion
@@ -203,9 +225,10 @@ class EngineApplier:
                 result.written_bytes / result.paused_s
             )
         logger.info(
-            "engine %s: version %d is live, %d bytes written, paused for %.1f ms",
+            "engine %s: version %d is live, %d before; %d bytes written, paused for %.1f ms",
             self.name,
             target.record.version,
+            base.record.version,
             result.written_bytes,
             result.paused_s * 1e3,
         )
@@ -228,7 +251,7 @@ class EngineApplier:
             if alone:
                 answer = idempotency.pack_refusal(error.message)
                 await self.supervisor.journal.restored(plan, answer)
-        if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
+        if error.reason not in {*OUT_OF_REACH, Reason.ENGINE_FENCED}:
             await session.hold(plan.base)
 
     def plan(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine.engine_applier import EngineApplier, live_version
+from weightsync_server.engine.refusals import OUT_OF_REACH
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -21,7 +22,7 @@ __all__ = ["EngineGroup", "GroupMember", "take_engines"]
 #: How often it is looked whether an engine that generates can be asked what, seconds.
 _LOOK_S = 0.1
 #: What keeps an engine away that may stand still: it joins later.
-_ABSENT = (Reason.ENGINE_AWAY, Reason.ENGINE_FENCED)
+_ABSENT = OUT_OF_REACH | {Reason.ENGINE_FENCED}
 
 
 @dataclass

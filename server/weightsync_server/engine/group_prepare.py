@@ -25,6 +25,7 @@ async def prepare_all(
     members: Sequence[GroupMember],
     record: VersionRecord,
     timeout_s: float | None,
+    spec: PauseSpec,
     *,
     durable: bool,
 ) -> list[PreparedVersion]:
@@ -34,20 +35,19 @@ async def prepare_all(
         members: The engines.
         record: The version.
         timeout_s: Longest time, seconds; None: as configured.
+        spec: How it will be made live.
         durable: Whether it must be committed.
 
     Raises:
         WeightSyncError: Of the first one that cannot, naming it where there are several.
     """
-    if len(members) == 1:
-        (one,) = members
-        return [await one.applier.ready(one.session, one.live, record, timeout_s, durable=durable)]
-    tasks = [
-        asyncio.create_task(
-            one.applier.ready(one.session, one.live, record, timeout_s, durable=durable)
-        )
+    preparing = [
+        one.applier.ready(one.session, one.live, record, timeout_s, durable=durable, spec=spec)
         for one in members
     ]
+    if len(preparing) == 1:
+        return [await preparing[0]]
+    tasks = [asyncio.create_task(one) for one in preparing]
     try:
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     except asyncio.CancelledError:

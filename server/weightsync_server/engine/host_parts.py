@@ -27,7 +27,7 @@ class HostParts:
         fleet: Whose member this host is: then that alone makes versions live; "": of none.
         joining: Who has it decides what the engines serve: an apply of all of them as long as it
             lasts, and one that is found to hold a version while it begins to serve it.
-        serving_time: For how long the engines may serve without this server.
+        serving_time: For how long the engines may serve without this server, and begin to.
     """
 
     segments: SegmentServer

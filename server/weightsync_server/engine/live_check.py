@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weightsync_server.ops.engine_metrics import EngineMetrics
     from weightsync_server.ops.metrics import Metrics
 
-__all__ = ["LiveChecks"]
+__all__ = ["CHECK_S", "LiveChecks"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ _PATIENCE_S = 45.0
 _WAIT_S, _LONGEST_S = 60.0, 600.0
 #: From one that came to no result to the next, seconds.
 _AGAIN_S = 5.0
+#: From one to the next while other processes have the memory, seconds.
+CHECK_S = 60.0
 
 
 #: What nobody is known to have done.
@@ -64,6 +66,9 @@ class LiveChecks:
         writers: Who could write the live parameters beside applies, trainers that are attached or
             were a moment ago; and what is said to each when something was written; "": nothing was.
         owed_times: How often a comparison was asked for: one that had begun by then does not count.
+        break_off: Ends the block in which a trainer writes, for a reason; None: nobody writes.
+        watched: Whether a process has the memory of a rank, by the ranks' word, or by that of this
+            server where ranks of older releases have none; then all is compared again and again.
     """
 
     def __init__(
@@ -81,6 +86,9 @@ class LiveChecks:
         self._on_end = on_end
         self.writers: dict[object, str] = {}
         self.owed_times = 0
+        self.watched = False
+        self.break_off: Callable[[str], None] | None = None
+        self._watch_at = 0.0
         self._task: asyncio.Task[None] | None = None
         # What was written and not compared as a whole, and since when; None: nothing.
         self._pending: tuple[PreparedVersion, float] | None = None
@@ -97,9 +105,19 @@ class LiveChecks:
         """Whether the ranks compare."""
         return self._task is not None and not self._task.done()
 
+    def watch(self) -> None:
+        """Take note that a process is given the memory."""
+        self.watched = True
+
+    def repeat(self, current: PreparedVersion) -> None:
+        """Owe another comparison, if it is time for one."""
+        if self.watched and self._pending is None and clock.monotonic() >= self._watch_at:
+            self.owe(current)
+
     def passed(self, current: PreparedVersion) -> None:
         """Take note that every parameter of every rank was compared and holds a version."""
         self._pending = None
+        self._watch_at = clock.monotonic() + CHECK_S
         self._served.set_live_check(current.record.version, pb.LIVE_CHECK_PASSED)
         self._shown.set_live_checked()
 
@@ -170,6 +188,9 @@ class LiveChecks:
             owed_times: `owed_times` when they were asked: what was written since may lie where they
                 had looked by then.
         """
+        holders = [report.holders for report in reports]
+        # Of a rank that tells none, as of older releases, only this server knows.
+        self.watched = any(holders) or (None in holders and bool(self.writers))
         if any(report.proved is False for report in reports):
             names = sorted({name for report in reports for name in report.mismatched})
             self._fail(current.record.version, names)
@@ -177,7 +198,8 @@ class LiveChecks:
             self.passed(current)
 
     def _fail(self, version: int, names: Sequence[str]) -> None:
-        said = _outside(version, names) if self.writers else _DAMAGED
+        written = self.writers or self.watched
+        said = _outside(version, names) if written else _DAMAGED
         logger.critical("version %d: %s (%s)", version, said, ", ".join(names))
         self._pending = None
         self._served.set_live_check(version, pb.LIVE_CHECK_FAILED)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightsync_server.catalog.accepted_tensors import AcceptedTensors
+    from weightsync_server.catalog.engine_layouts import EngineLayouts
     from weightsync_server.catalog.serving import ServingState
     from weightsync_server.catalog.table import VersionTable
     from weightsync_server.model import Model
@@ -29,6 +30,7 @@ class ModelParts:
         stager: Gives leases on them.
         adoption: Makes one of the engine's checkpoint.
         accepted: Which tensors the engines take.
+        engine_layouts: What the engines hold.
         segments: Owns what the ranks map.
         incoming: Announces versions that still come in.
         slots: How many versions memory holds at once.
@@ -40,6 +42,7 @@ class ModelParts:
     stager: Stager
     adoption: CheckpointAdoption
     accepted: AcceptedTensors
+    engine_layouts: EngineLayouts
     segments: SegmentAllocator
     incoming: IncomingVersions
     slots: int
@@ -54,6 +57,7 @@ class ModelParts:
             model.stager,
             model.adoption,
             model.accepted,
+            model.engine_layouts,
             model.segments,
             model.incoming,
             len(model.slots.slots),

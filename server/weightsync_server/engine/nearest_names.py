@@ -1,7 +1,8 @@
 """A refusal of names that the engine does not know tells what the trainer probably meant.
 
-Either one prefix that all of them have too much or too little, or else, for the first of them, the
-nearest name that the engine knows. Reason and metadata of the refusal stay as they are.
+Either one prefix that all of them have too much or too little, which comes first, or else, for the
+first of them, the nearest name that the engine knows. Heads that trainers add for themselves are to
+be left out, whatever is meant by the others. Reason and metadata of the refusal stay as they are.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _COMPARED = 64
 #: Prefixes that are tried: where the first name fits more, none of them is what was meant.
 _PREFIXES = 8
 _PART = re.compile(r"[^._]+")
+#: Of values and rewards, which trainers put upon a model and no engine generates with.
+_HEAD = re.compile(r"(?:^|\.)(?:v_head|value_head|reward_head|critic_head|score)\.")
 
 
 async def add_suggestion(
@@ -49,10 +52,10 @@ async def add_suggestion(
     refused: list[str] = json.loads(error.metadata.get("tensors", "[]"))
     known = await accepted.names()
     # In a thread: with tens of thousands of names it takes longer than streams may stand still.
-    suggestion = await asyncio.to_thread(_suggestion, refused, tensors, known)
+    remedy, hint = await asyncio.to_thread(_suggestion, refused, tensors, known)
     return WeightSyncError(
         error.reason,
-        error.message + suggestion,
+        (f"{remedy}: " if remedy else "") + error.message + hint,
         metadata=error.metadata,
         retry_after_s=error.retry_after_s,
     )
@@ -60,17 +63,32 @@ async def add_suggestion(
 
 def _suggestion(
     refused: Sequence[str], tensors: Sequence[TensorEntry], known: AbstractSet[str]
-) -> str:
+) -> tuple[str, str]:
+    """Return what to do, before a refusal, and what is like it, after; each may be empty."""
     unknown = [tensor.name for tensor in tensors if tensor.name not in known]
     # What is refused may be a shape or dtype, or be named after parameters.
-    first = next((name for name in refused if name in unknown), None)
-    if first is None or not known:
+    asked = frozenset(refused).intersection(unknown)
+    if not asked or not known:
+        return "", ""
+    heads = [name for name in unknown if _HEAD.search(name)]
+    others = [name for name in unknown if not _HEAD.search(name)]
+    remedies = [prefix_remedy(others, known), _leave_out(heads)]
+    first = next((name for name in refused if name in asked and name in others), None)
+    hint = ""
+    if first is not None and not remedies[0] and len(first) <= _MAX_CHARS:
+        nearest = nearest_name(first, known)
+        hint = f"; the nearest name to '{first}' that the engine knows is '{nearest}'"
+        hint = hint if nearest else ""
+    return " and ".join(filter(None, remedies)), hint
+
+
+def _leave_out(heads: Sequence[str]) -> str:
+    """Return what becomes of heads that the engine's model has not; "": there are none."""
+    if not heads:
         return ""
-    if remedy := prefix_remedy(unknown, known):
-        return f"; or {remedy}"
-    if len(first) <= _MAX_CHARS and (nearest := nearest_name(first, known)):
-        return f"; the nearest name to '{first}' that the engine knows is '{nearest}'"
-    return ""
+    shown = heads[0] if len(heads[0]) <= _MAX_CHARS else heads[0][: _MAX_CHARS - 3] + "..."
+    more = f" and {len(heads) - 1} more" if len(heads) > 1 else ""
+    return f"leave out '{shown}'{more}, of a head that the engine's model has not"
 
 
 def prefix_remedy(unknown: Sequence[str], known: AbstractSet[str]) -> str:

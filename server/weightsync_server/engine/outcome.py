@@ -62,6 +62,21 @@ class PreparedVersion:
                     "GPU if it stays so",
                 )
 
+    def check_cache(self, spec: PauseSpec) -> None:
+        """Refuse to keep a cache that the version reads by other scales than it was written with.
+
+        Raises:
+            WeightSyncError: ENGINE_UNSUPPORTED, naming rank and remedy.
+        """
+        for report in self.reports:
+            if report.reads_cache_otherwise and not spec.clear_cache:
+                raise WeightSyncError(
+                    Reason.ENGINE_UNSUPPORTED,
+                    f"use pause.cache RECOMPUTE: version {self.record.version} has other scales of "
+                    f"the key-value cache than what is live on rank {report.rank}, and what was "
+                    "cached by those would be read by its own",
+                )
+
     @property
     def patched(self) -> bool:
         """Whether every rank would write only what changes."""

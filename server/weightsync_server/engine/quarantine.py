@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.engine.refusals import OUT_OF_REACH
 from weightsync_server.engine.version_loads import LoadFailedError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["QuarantinedLeases"]
 
 #: After these nobody knows what the ranks do or hold, or whether the engine generates.
-_UNSURE = frozenset({Reason.ENGINE_AWAY, Reason.ENGINE_FENCED, Reason.FAULT})
+_UNSURE = OUT_OF_REACH | {Reason.ENGINE_FENCED, Reason.FAULT}
 
 
 class QuarantinedLeases:

@@ -19,11 +19,12 @@ from weightsync_server.engine.rank_loads import RankLoads
 from weightsync_server.engine.rank_pages import RankPages
 from weightsync_server.engine.refusals import refusal
 from weightsync_server.engine.worker_reports import (
-    RankState,
     read_commit,
     read_common,
     read_names,
+    read_no_plan,
     read_report,
+    read_state,
     shards_read,
 )
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from weightsync.engine import Engine, SwitchOrder
     from weightsync.shm.segment_socket import SegmentServer
-    from weightsync_server.engine.worker_reports import RankCommit, Report
+    from weightsync_server.engine.worker_reports import NoPlan, RankCommit, RankState, Report
     from weightsync_server.nodes import EngineNodes
 
 __all__ = ["QUICK_S", "Ranks"]
@@ -106,18 +107,7 @@ class Ranks:
     async def states(self, timeout_s: float) -> list[RankState]:
         """Ask what every rank holds."""
         replies = await self._call("weightsync_state", {}, timeout_s)
-        return [
-            RankState(
-                rank,
-                str(r.get("content_digest", "")),
-                bool(r.get("dirty", True)),
-                transform=str(r.get("transform", "plan")),
-                written=bool(r["written"]) if "written" in r else None,
-            )
-            if r.get("ok")
-            else RankState(rank, "", dirty=True, answered=False)
-            for rank, r in zip(self.names, replies, strict=True)
-        ]
+        return [read_state(rank, reply) for rank, reply in zip(self.names, replies, strict=True)]
 
     async def stage(self, document: str, content_digest: str, timeout_s: float) -> None:
         """Return when every node of the engine has what a call in a pause will read.
@@ -134,11 +124,11 @@ class Ranks:
             args = {"document": document, "content_digest": content_digest}
             await self._nodes.have(args, timeout_s)
 
-    async def capture(self, document: str, timeout_s: float) -> tuple[str, str]:
+    async def capture(self, document: str, timeout_s: float) -> tuple[str, NoPlan | None]:
         """Build the load plan for a layout; the engine must be paused, and `stage` be done before.
 
-        Returns the names of the tensors that no rank loads, for `prepare`, and why the versions of
-        this engine must be loaded: a rank has no plan of its own checkpoint; "": each has one.
+        Returns the names of the tensors that no rank loads, for `prepare`, and why versions must be
+        loaded, because a rank has no plan of the engine's checkpoint; None: each has one.
 
         Raises:
             WeightSyncError: ENGINE_REFUSED with the rank's reason. SERVER_AWAY: a node has lost
@@ -148,18 +138,19 @@ class Ranks:
             self._nodes.check_staged(document)
         args = {"document": document}
         replies = await self._done("weightsync_capture", args, timeout_s, _STUCK)
-        why = next((str(r.get("why")) for r in replies if r.get("transform") == "twin"), "")
-        return ("", why) if why else (read_common(replies, "ignored"), "")
+        why = read_no_plan(replies)
+        return ("", why) if why else (read_common(replies, "ignored"), None)
 
-    async def check(self, document: str) -> str:
+    async def check(self, document: str, *, whole: bool = False) -> str:
         """Ask whether the model takes the tensors of a document, in whatever state the engine is.
 
         Returns the names, as `name_sets` packs them, of those that no rank has a place for.
 
         Raises:
-            WeightSyncError: ENGINE_REFUSED, naming those that a rank does not take.
+            WeightSyncError: ENGINE_REFUSED, naming those that a rank does not take, or (`whole`:
+                it has all tensors of a version) those that it needs besides.
         """
-        args = {"document": document}
+        args = {"document": document} | ({"whole": True} if whole else {})
         return read_common(await self._done("weightsync_check", args, QUICK_S, _STUCK), "unplaced")
 
     async def prepare(
@@ -218,15 +209,17 @@ class Ranks:
         args = {"apply_id": apply_id, "page": self._page(), "gives_way": True}
         return await self._start("weightsync_verify", args, QUICK_S)
 
-    async def attach(self, apply_id: str, offer: str, timeout_s: float) -> list[Report]:
-        """Have every rank send where what is live lies, as its part of an offer.
+    async def attach(
+        self, apply_id: str, request: Mapping[str, Any], timeout_s: float
+    ) -> list[Report]:
+        """Have every rank hand out its memory, or remember to whom it is handed out.
 
         Args:
             apply_id: Of what is live.
-            offer: Before `/` and the rank's name in what it offers over the segment socket.
+            request: What is wanted; see `attachable`.
             timeout_s: Longest wait, seconds.
         """
-        args = {"apply_id": apply_id, "page": self._page(), "gives_way": True, "offer": offer}
+        args = {"apply_id": apply_id, "page": self._page(), "gives_way": True, **request}
         return await self._report("weightsync_attach", args, timeout_s)
 
     async def unprove(self, timeout_s: float) -> None:
@@ -310,7 +303,8 @@ class Ranks:
         mapped: set[str] = set()
         for rank, reply in zip(self.names, replies, strict=True):
             if not reply.get("ok"):
-                logger.warning("rank %s unmapped nothing: %s", rank, reply.get("error", ""))
+                why = reply.get("error", "")
+                logger.warning("rank %s keeps memory that nobody needs: %s", rank, why)
             if not reply.get("ok") or reply.get("busy") or "mapped" not in reply:
                 return None
             mapped.update(map(str, reply["mapped"]))

@@ -6,6 +6,7 @@ only when they do not hold one known version is anything written.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from typing import TYPE_CHECKING
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.engine.block_writers import still_writing, wait_let_go
 from weightsync_server.engine.file_offers import offered
 from weightsync_server.engine.rejection import reject
 from weightsync_server.engine.unfinished import overruled, unfinished, write_down
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from weightsync.shm.segment_socket import OfferedFile
@@ -59,6 +60,11 @@ class Reconciler:
         on_proving: Called when the engine generates before what it holds is proved.
         joining: Taken before the engine serves: an apply of all engines has it as long as it lasts.
         patient: Whether it goes on doing so when that cannot be proved now.
+
+    Attributes:
+        watched: Whether a process has the memory of a rank, by the ranks' word.
+        checkpoint: Signature of the tensors of the engine's own checkpoint, which is read whenever
+            the engine has started anew; empty: it was not read.
     """
 
     def __init__(
@@ -88,6 +94,8 @@ class Reconciler:
         self._on_proving = on_proving
         self._patient = patient
         self._proving = False
+        self.watched = False
+        self.checkpoint = ""
 
     async def run(self) -> PreparedVersion:
         """Return what every rank is proved to hold; the engine generates on it.
@@ -105,6 +113,8 @@ class Reconciler:
         await self._session.release_prepared()
         states = await self._session.states()
         self._quarantine.answered()
+        _check_answers(states)
+        await self._let_go(states)
         known = self._known_version(states)
         if known is not None and not self._overruled(known):
             self._count_unexpected(known)
@@ -115,7 +125,6 @@ class Reconciler:
             if health.state is EngineState.SERVING:
                 # Measured in the live parameters: every rank claims what it does not hold.
                 self._violate("never_mixed")
-        _check_answers(states)
         try:
             with translate_os_errors("placing a version"):
                 return await self._place(states)
@@ -125,6 +134,19 @@ class Reconciler:
                 with contextlib.suppress(WeightSyncError):
                     await self._session.engine.fence(error.message)
             raise
+
+    async def _let_go(self, states: Sequence[RankState]) -> None:
+        """Refuse to place or prove what a trainer can still write, in a block that nobody ends.
+
+        Raises:
+            WeightSyncError: ENGINE_FENCED, naming it.
+        """
+        self.watched = any(state.holders for state in states)
+        if not still_writing(states):
+            return
+        await self._session.engine.fence(still_writing(states))
+        if why := await wait_let_go(self._session):
+            raise WeightSyncError(Reason.ENGINE_FENCED, why)
 
     def _known_version(self, states: Sequence[RankState]) -> VersionRecord | None:
         contents = {"" if state.dirty else state.content_digest for state in states}
@@ -193,7 +215,8 @@ class Reconciler:
         except WeightSyncError as error:
             if error.reason is Reason.ENGINE_REFUSED:
                 # The model cannot take these tensors, however often it is asked.
-                why = self._session.loads.why if self._session.loads is not None else ""
+                loads = self._session.loads
+                why = str(loads.no_plan) if loads is not None else ""
                 text = f"{error.message}; it has no load plan, for {why}" if why else error.message
                 raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, text) from error
             raise
@@ -219,16 +242,8 @@ class Reconciler:
         async with contextlib.AsyncExitStack() as stack:
             await self._stand_still(stack)
             current = await self._last_good(fresh=not _written(states))
-            adopted = current is None
             if current is None:
-                current = await self._compared(await self._adopt())
-            try:
-                # What an adoption that broke off has proved is what the rank started with.
-                if adopted and not _written(states, current.digest):
-                    self._check_plan(current)
-            except BaseException as error:
-                self._quarantine.release(current.lease, self._session.ranks, error)
-                raise
+                current = await self._checkpoint(states)
             async with self._joined(current):
                 # Not before: its INTENT would come after what was decided meanwhile.
                 if not _proved(current):
@@ -255,14 +270,9 @@ class Reconciler:
         """Adopt what an engine started with; where that takes a load, it generates meanwhile."""
         self._session.on_load = self._serve_unproved
         try:
-            current = await self._compared(await self._adopt())
+            current = await self._as_loaded(await self._adopt())
         finally:
             self._session.on_load = None
-        try:
-            self._check_plan(current)
-        except BaseException as error:
-            self._quarantine.release(current.lease, self._session.ranks, error)
-            raise
         async with self._joined(current):
             await self._record(current)
             await self._label(current)
@@ -311,16 +321,33 @@ class Reconciler:
                 logger.critical("version %d is lost: %s", version, error.message)
         return None
 
-    async def _compared(self, checkpoint: VersionRecord) -> PreparedVersion:
+    async def _checkpoint(self, states: Sequence[RankState]) -> PreparedVersion:
+        """Prepare the engine's own checkpoint, for nothing else can be had."""
+        checkpoint = await self._adopt()
+        # What an adoption that broke off has proved is what the rank started with.
+        if _written(states, checkpoint.content_digest):
+            # Another version lies there, so that it says nothing of what vLLM computes.
+            return await self._prepare(checkpoint, compare_live=True)
+        return await self._as_loaded(checkpoint)
+
+    async def _as_loaded(self, checkpoint: VersionRecord) -> PreparedVersion:
         """Compare the live parameters with the engine's own checkpoint, as its versions are made.
 
         Where what the loaders copied is not what is live, vLLM has computed something of it.
+
+        Raises:
+            WeightSyncError: ENGINE_UNSUPPORTED: they differ.
         """
         current = await self._prepare(checkpoint, compare_live=True)
-        if _proved(current) or not self._session.load_versions(_names(current)):
-            return current
-        current.lease.release()
-        return await self._prepare(checkpoint, compare_live=True)
+        if not _proved(current) and self._session.load_versions(_names(current)):
+            current.lease.release()
+            current = await self._prepare(checkpoint, compare_live=True)
+        try:
+            self._check_plan(current)
+        except BaseException as error:
+            self._quarantine.release(current.lease, self._session.ranks, error)
+            raise
+        return current
 
     async def _prove_plan(self) -> None:
         """Compare the live parameters with the engine's own checkpoint; nothing is kept of that.
@@ -332,6 +359,7 @@ class Reconciler:
             self._offered() as files,
             self._model.adoption.borrow(files) as lease,
         ):
+            await self._note_checkpoint(lease.record)
             current = await self._ask(lease, compare_live=True, proof_only=True)
             if not _proved(current) and self._session.load_versions(_names(current)):
                 current = await self._ask(lease, compare_live=True, proof_only=True)
@@ -361,8 +389,14 @@ class Reconciler:
 
     async def _adopt(self) -> VersionRecord:
         async with self._offered() as files:
-            logger.info("adopting the engine's checkpoint: %d files", len(files))
-            return await self._model.adoption.adopt(files, 0)
+            logger.info("the engine's checkpoint is read to be a version, files: %d", len(files))
+            record = await self._model.adoption.adopt(files, 0)
+        await self._note_checkpoint(record)
+        return record
+
+    async def _note_checkpoint(self, record: VersionRecord) -> None:
+        if record.manifest is not None:
+            self.checkpoint = await asyncio.to_thread(getattr, record.manifest.layout, "signature")
 
     def _offered(self) -> contextlib.AbstractAsyncContextManager[Sequence[OfferedFile]]:
         """Give the files of the engine's checkpoint, closed after the block."""

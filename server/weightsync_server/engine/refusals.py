@@ -12,12 +12,27 @@ if TYPE_CHECKING:
 
     from weightsync_server.engine.worker_reports import Report
 
-__all__ = ["asleep", "check_ready", "no_place", "of_engine", "refusal"]
+__all__ = [
+    "OUT_OF_REACH",
+    "ContentRefusedError",
+    "asleep",
+    "check_ready",
+    "no_place",
+    "of_change",
+    "of_engine",
+    "refusal",
+]
 
+#: What tells that nothing reaches the engine, which does what nobody here knows.
+OUT_OF_REACH = frozenset({Reason.ENGINE_AWAY, Reason.ENGINE_OWNED})
 #: Names in the sentence, and characters of each.
 _SHOWN, _SHOWN_CHARS = 3, 80
 #: Bytes of the names beside it: a status travels twice in trailers of 8 KiB.
 _MAX_BYTES = 1000
+
+
+class ContentRefusedError(WeightSyncError):
+    """Ranks refuse a version for its content, and none failed: they would do so again."""
 
 
 def asleep() -> WeightSyncError:
@@ -41,15 +56,19 @@ def check_ready(reports: Iterable[Report]) -> None:
     Raises:
         WeightSyncError: As `refusal`, of the first that has not.
     """
-    for report in reports:
-        if report.phase != "ready":
-            raise refusal(
-                report.rank,
-                report.error,
-                lasting=report.refused,
-                names=report.names,
-                count=report.count,
-            )
+    failed = [report for report in reports if report.phase != "ready"]
+    for report in failed:
+        error = refusal(
+            report.rank,
+            report.error,
+            lasting=report.refused,
+            names=report.names,
+            count=report.count,
+        )
+        # Who needs a capture has not looked at it.
+        if all(one.refused for one in failed if one.phase == "failed"):
+            error = ContentRefusedError(error.reason, error.message, metadata=error.metadata)
+        raise error
 
 
 def refusal(
@@ -81,11 +100,21 @@ def refusal(
 
 def no_place(names: Sequence[str]) -> WeightSyncError:
     """Return why tensors that no rank has a place for are refused."""
-    sentence = "the model has no place for these tensors; leave them out"
+    sentence = "leave out what the model has no place for"
     return WeightSyncError(
         Reason.ENGINE_REFUSED,
-        f"every rank refused: {sentence}{_listed(sentence, names, len(names))}",
+        f"{sentence}{_listed(sentence, names, len(names))}; every rank refused",
         metadata={"tensors": _fitting(names)},
+    )
+
+
+def of_change(error: WeightSyncError, version: int, base: int) -> WeightSyncError:
+    """Return a refusal of a version that is kept as a change, with what it keeps."""
+    return WeightSyncError(
+        error.reason,
+        f"{error.message}; version {version} is a change of version {base} and has its other "
+        "tensors: where that is at fault, name another with base=, or push all tensors",
+        metadata=error.metadata,
     )
 
 

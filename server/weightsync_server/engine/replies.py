@@ -63,7 +63,7 @@ def current_ranks(
             device_room_bytes=report.device.room,
             device_used_bytes=report.device.used,
             transform=_transform(current),
-            transform_reason=loads.why if loads is not None else "",
+            transform_reason=loads.no_plan.cause if loads is not None else "",
             loader=loaders.get(report.rank),
         )
         for report in current.reports
@@ -102,7 +102,10 @@ def loading_ranks(loads: LoadScheduler) -> list[pb.RankResult]:
     """
     return [
         pb.RankResult(
-            rank=rank, transform=pb.TRANSFORM_TWIN, transform_reason=loads.why, loader=loader
+            rank=rank,
+            transform=pb.TRANSFORM_TWIN,
+            transform_reason=loads.no_plan.cause,
+            loader=loader,
         )
         for rank, loader in loads.status().items()
     ]

@@ -28,7 +28,7 @@ __all__ = ["Consent", "MemberPlan", "roll_out", "switch_together"]
 logger = logging.getLogger(__name__)
 
 #: Of what is worst for an engine, first.
-_WORST = (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY)
+_WORST = (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY, Reason.ENGINE_OWNED)
 
 
 #: How long until a decision that the disk refused is written again, seconds.

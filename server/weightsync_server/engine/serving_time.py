@@ -1,19 +1,25 @@
-"""For how long an engine may serve without another word of this server, which may be gone."""
+"""For how long an engine may serve without another word of this server, which may be gone.
+
+And whether it may begin to: what the fleet of its host lets it, where that has one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from weightsync.engine import LIMITS_SERVING
-from weightsync.errors import WeightSyncError
+from weightsync.engine import LIMITS_SERVING, PauseSpec
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.engine.engine_calls import answered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from weightsync.engine import Engine, EngineInfo
+    from weightsync_server.catalog.record import VersionRecord
 
 __all__ = ["LimitRenewal", "ServingTime"]
 
@@ -32,9 +38,79 @@ class ServingTime:
     Attributes:
         left_s: Returns the seconds that are left from now on, 0 or less: none; None: nobody knows,
             and engines keep the time that they have. None itself: engines may serve for ever.
+        begins_s: Returns for how many seconds from now on an engine may begin to serve a version
+            (None: what vLLM itself has loaded), None: until it is asked again; raises ENGINE_AWAY
+            where it may not. None itself: nobody has to be asked.
     """
 
     left_s: Callable[[], float | None] | None = None
+    begins_s: Callable[[VersionRecord | None], float | None] | None = None
+
+    def permitted_s(self, record: VersionRecord | None) -> float | None:
+        """Return for how long an engine may begin to serve a version; None: it is not limited.
+
+        Args:
+            record: The version; None: what vLLM itself has loaded.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY; it may not.
+        """
+        return self.begins_s(record) if self.begins_s is not None else None
+
+    @contextlib.asynccontextmanager
+    async def leased(
+        self,
+        engine: Engine,
+        lease_id: str,
+        record: VersionRecord | None,
+        lease_s: float,
+        longest_s: float,
+    ) -> AsyncIterator[str]:
+        """Yield a lease to resume with, which ends before the permission for that can.
+
+        A server that stands still after it was permitted finds the lease gone, and the engine as
+        still as it was.
+
+        Args:
+            engine: The engine.
+            lease_id: Under which it stands still, renewed by nobody else; "": under none.
+            record: What it is to serve.
+            lease_s: How long a lease may be.
+            longest_s: The longest wait for an answer.
+
+        Raises:
+            WeightSyncError: As `permitted_s`. Of the engine: the lease is gone already.
+        """
+        if not lease_id:
+            async with (
+                self._paused(engine, lease_s, longest_s) as fresh,
+                self.leased(engine, fresh, record, lease_s, longest_s),
+            ):
+                yield fresh
+            return
+        # Half of the time is left for the way to the engine.
+        lease_s = min(lease_s, (self.permitted_s(record) or 0.0) / 2)
+        await answered(engine.renew(lease_id, lease_s), longest_s, "renewal")
+        if (self.permitted_s(record) or 0.0) < lease_s:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                "the engine was not let serve in time; it is asked again what it may",
+                retry_after_s=1.0,
+            )
+        yield lease_id
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def _paused(engine: Engine, lease_s: float, longest_s: float) -> AsyncIterator[str]:
+        """Have a lease on an engine that stands still for another reason."""
+        pause = engine.pause(PauseSpec(clear_cache=False), lease_s)
+        lease = await answered(pause, longest_s, "pause")
+        try:
+            yield lease.lease_id
+        except BaseException:
+            with contextlib.suppress(WeightSyncError):
+                await engine.fence("it was not let serve what it holds")
+            raise
 
     def check(self, engine: str, info: EngineInfo) -> EngineInfo:
         """Return what an engine has said, with a warning if it cannot be limited although it must.

@@ -8,18 +8,19 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from weightsync.engine import FENCES_ON_EXPIRY, VERSION_LOADS, EngineState, OnExpiry, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.manifest import Layout, Manifest, ShardEntry
 from weightsync.model.name_sets import unpack
 from weightsync.shm.staged_version import StagedVersion
+from weightsync_server.engine.engine_calls import answered
 from weightsync_server.engine.outcome import Pause, PreparedVersion
 from weightsync_server.engine.ranks import QUICK_S, Ranks
 from weightsync_server.engine.refusals import check_ready, no_place
 from weightsync_server.engine.serving_time import LimitRenewal, ServingTime
 from weightsync_server.engine.version_loads import LoadScheduler, Presence
+from weightsync_server.engine.worker_reports import NoPlan
 from weightsync_server.nodes.engine_nodes import EngineNodes
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["EngineSession"]
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 #: A pause or resume that outlives its lease by this long has got lost, seconds.
 _GRACE_S = 8.0
@@ -67,7 +66,7 @@ class EngineSession:
         tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
             was there before, and have mapped nothing on other nodes since.
         nodes: Servers of its other nodes; None: none may join.
-        serving_time: For how long it may serve without this server.
+        serving_time: For how long it may serve without this server, and begin to.
     """
 
     engine: Engine
@@ -87,6 +86,7 @@ class EngineSession:
     serving_time: ServingTime = field(default_factory=ServingTime)
     # The lease under which it stands still now; "": none of ours.
     _lease_id: str = field(default="", init=False)
+    _renewal: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Publish the status pages, and say for how long the engine may serve."""
@@ -209,22 +209,20 @@ class EngineSession:
         """
         if self.loads is not None or VERSION_LOADS not in self.info.capabilities:
             return False
-        self._load_versions(f"vLLM computes these from the weights: {differing}")
+        self._load_versions(NoPlan(f"vLLM computes these from the weights: {differing}"))
         return True
 
-    def _load_versions(self, why: str) -> None:
-        logger.info("versions of this engine are loaded beside generation: %s", why)
-        self.loads = self._scheduler(why)
+    def _load_versions(self, why: NoPlan) -> None:
+        if why.cause:
+            logger.info("versions of this engine are loaded beside generation: %s", why.cause)
+        self.loads = LoadScheduler(self.ranks, self.stager, self.loaders, why, self._look)
 
     async def states(self) -> list[RankState]:
         """Ask what every rank holds, and how its versions are made live."""
         states = await self.ranks.states(QUICK_S)
         if self.loads is None and any(state.transform == "twin" for state in states):
-            self.loads = self._scheduler("")
+            self._load_versions(NoPlan(""))
         return states
-
-    def _scheduler(self, why: str) -> LoadScheduler:
-        return LoadScheduler(self.ranks, self.stager, self.loaders, why, self._look)
 
     async def _look(self) -> Presence:
         """Tell how this start of the engine is; one that does not answer may be there."""
@@ -243,8 +241,7 @@ class EngineSession:
         health = await self.engine.health()
         if health.state in (EngineState.UNRECONCILED, EngineState.FENCED, EngineState.PAUSED):
             return await self._captured(document, timeout_s)
-        spec = PauseSpec(mode="keep", clear_cache=False)
-        async with self.paused(spec):
+        async with self.paused(PauseSpec(mode="keep", clear_cache=False)):
             try:
                 return await self._captured(document, timeout_s)
             finally:
@@ -260,26 +257,26 @@ class EngineSession:
 
     async def _captured(self, document: str, timeout_s: float) -> str:
         unloaded, why = await self.ranks.capture(document, timeout_s)
-        if why:
+        if why is not None:
             self._load_versions(why)
         return unloaded
 
-    async def takes(self, tensors: Sequence[TensorEntry], allocator: SegmentAllocator) -> bool:
-        """Ask every rank whether its model takes tensors of a version; returns True.
+    async def takes(
+        self, tensors: Sequence[TensorEntry], allocator: SegmentAllocator, *, whole: bool = False
+    ) -> bool:
+        """Ask every rank whether its model takes tensors, whatever their bytes; returns True.
 
         Args:
             tensors: Some of a version.
             allocator: Publishes what the ranks read them from.
+            whole: They are all of it.
 
         Raises:
-            WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
+            WeightSyncError: ENGINE_REFUSED, naming those that it does not take, or needs.
         """
-        layout = Layout((ShardEntry("", 0, 0),), tuple(replace(t, shard=0) for t in tensors))
-        # What their bytes will be is not known yet, nor where they will lie.
-        document = StagedVersion(Manifest(layout, (b"",) * len(tensors)), ("",))
-        segment = await allocator.write(document.to_segment)
+        segment = await allocator.write(StagedVersion.without_bytes(tensors).to_segment)
         try:
-            unplaced = await self.ranks.check(segment.id)
+            unplaced = await self.ranks.check(segment.id, whole=whole)
         finally:
             allocator.retire(segment)
         if unplaced and (names := unpack(unplaced, (tensor.name for tensor in tensors))):
@@ -303,14 +300,14 @@ class EngineSession:
         if open_apply is not None:
             spec = self._fencing(spec, open_apply)
         began, longest = time.perf_counter(), self.longest_pause_s(spec)
-        lease = await _bounded(self.engine.pause(spec, self.lease_s), longest, "pause")
+        lease = await answered(self.engine.pause(spec, self.lease_s), longest, "pause")
         pause = Pause(lease.mode, time.perf_counter() - began, began)
-        renewal = asyncio.create_task(self._renew(lease.lease_id))
+        self._renewal = renewal = asyncio.create_task(self._renew(lease.lease_id))
         self._lease_id = lease.lease_id
         try:
             yield pause
         finally:
-            self._lease_id = ""
+            self._lease_id, self._renewal = "", None
             renewal.cancel()
 
     def _fencing(self, spec: PauseSpec, open_apply: OpenApply) -> PauseSpec:
@@ -356,10 +353,21 @@ class EngineSession:
         Raises:
             WeightSyncError: Of the last try: no resume was confirmed.
         """
-        if current is None:
-            await self.resume_on(0, "", tries)
-        else:
-            await self.resume_on(current.record.version, current.digest, tries)
+        record = current.record if current is not None else None
+        version, digest = (record.version, current.digest) if record and current else (0, "")
+        if self.serving_time.permitted_s(record) is None:
+            return await self.resume_on(version, digest, tries)
+        if self._renewal is not None:
+            # One that is under way would prolong the lease beyond the permission.
+            self._renewal.cancel()
+            await asyncio.wait({self._renewal})
+        before, time_s = self._lease_id, (self.lease_s, self._longest_s)
+        async with self.serving_time.leased(self.engine, before, record, *time_s) as lease_id:
+            self._lease_id = lease_id
+            try:
+                return await self.resume_on(version, digest, tries)
+            finally:
+                self._lease_id = before
 
     async def resume_on(self, version: int, digest: str, tries: int = _TRIES) -> None:
         """Start generation on what every rank calls by a digest, or a name; see `resume`.
@@ -373,7 +381,7 @@ class EngineSession:
             await self._limit.renew()
             try:
                 call = self.engine.resume(self._lease_id, version, digest)
-                await _bounded(call, self._longest_s, "resume")
+                await answered(call, self._longest_s, "resume")
             except WeightSyncError as error:
                 failure = error
             else:
@@ -436,15 +444,3 @@ def _need(reports: Sequence[Report]) -> str:
     """Return what ranks need that are not ready, if that is all they say; "": nothing."""
     phases = {report.phase for report in reports} - {"ready"}
     return phases.pop() if phases in ({"needs_capture"}, {"needs_load"}) else ""
-
-
-async def _bounded(call: Awaitable[_T], seconds: float, what: str) -> _T:
-    try:
-        async with asyncio.timeout(seconds):
-            return await call
-    except TimeoutError:
-        # Not known whether it was done: the ranks are asked before anything else.
-        raise WeightSyncError(
-            Reason.ENGINE_AWAY,
-            f"vLLM did not answer a {what} within {seconds:g} s; look at its log and apply again",
-        ) from None

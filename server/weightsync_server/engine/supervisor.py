@@ -19,7 +19,7 @@ from weightsync_server.engine.nearest_names import add_suggestion
 from weightsync_server.engine.prefetch import Prefetcher
 from weightsync_server.engine.quarantine import QuarantinedLeases
 from weightsync_server.engine.reconcile import Reconciler
-from weightsync_server.engine.refusals import asleep
+from weightsync_server.engine.refusals import OUT_OF_REACH, asleep
 from weightsync_server.engine.session import EngineSession
 from weightsync_server.engine.unfinished import overruled
 from weightsync_server.ops.os_errors import translate_os_errors, write_fault
@@ -96,7 +96,7 @@ class EngineSupervisor:
         self.quarantine = QuarantinedLeases()
         self.prefetcher = Prefetcher(self._wake.set)
         self._background = BackgroundWork(journal, model, self.checks, self.prefetcher)
-        model.accepted.asks[self.name] = self._takes
+        model.accepted.asks[self.name] = self.takes
         model.table.on_change.append(self._version_changed)
         if host.limits.read_ahead:
             model.incoming.listeners.append(self.prefetcher.note)
@@ -131,6 +131,7 @@ class EngineSupervisor:
             await self.stop()
             self.quarantine.answered()
         self._model.serving.forget(self.name)
+        self._model.table.refused.left(self.name)
         self._model.segments.forget_engine(self.name)
         self._shown.remove()
         await self.close()
@@ -141,11 +142,13 @@ class EngineSupervisor:
 
     async def generates(self) -> bool:
         """Whether the engine generates now, also where nobody can say yet with what."""
-        try:
-            health = await self._engine.health()
-        except WeightSyncError:
-            return False
-        return health.state is EngineState.SERVING
+        return await self.answers() is EngineState.SERVING
+
+    async def answers(self) -> EngineState | None:
+        """Return what the engine says that it does; None: it does not answer."""
+        with contextlib.suppress(WeightSyncError):
+            return (await self._engine.health()).state
+        return None
 
     async def fence(self, reason: str) -> None:
         """Have the engine stand still until it is reconciled anew; one that is away may do so.
@@ -227,18 +230,19 @@ class EngineSupervisor:
             together,
         )
 
-    async def _takes(self, tensors: Sequence[TensorEntry]) -> bool:
+    async def takes(self, tensors: Sequence[TensorEntry], *, whole: bool = False) -> bool:
         """Ask every rank whether it takes tensors of a push; False: none can be asked now.
 
         Raises:
             WeightSyncError: ENGINE_REFUSED, naming those that it does not take, with a suggestion.
         """
         try:
-            return await self._asked(tensors)
+            # One that never serves, as of another model, has no say in pushes for the others.
+            return bool(self._condition.refused) or await self._asked(tensors, whole=whole)
         except WeightSyncError as error:
             raise await add_suggestion(error, tensors, self._model.accepted) from None
 
-    async def _asked(self, tensors: Sequence[TensorEntry]) -> bool:
+    async def _asked(self, tensors: Sequence[TensorEntry], *, whole: bool) -> bool:
         try:
             async with asyncio.timeout(_CHECK_S):
                 await self._lock.acquire()
@@ -248,7 +252,7 @@ class EngineSupervisor:
             session = self._session
             if session is None or not self.serving or LAYOUT_CHECK not in session.info.capabilities:
                 return False
-            return await session.takes(tensors, self._model.segments)
+            return await session.takes(tensors, self._model.segments, whole=whole)
         except WeightSyncError as error:
             if error.reason is Reason.ENGINE_REFUSED:
                 raise
@@ -384,7 +388,9 @@ class EngineSupervisor:
         info = self._host.serving_time.check(self.name, await self._engine.hello())
         self._condition.info = info
         self._model.segments.engines.add(self.name)
-        what = f"vLLM {info.vllm_version}, {len(info.ranks)} ranks, model {info.model}"
+        tests = info.vllm_version == "none"
+        kind = "the engine for tests" if tests else f"vLLM {info.vllm_version}"
+        what = f"{kind}, ranks: {len(info.ranks)}, model {info.model}"
         logger.info("engine %s: connected to %s", self.name, what)
         if info.refusals:
             raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
@@ -413,30 +419,27 @@ class EngineSupervisor:
             self._host.limits.prepare_timeout_s,
             self._host.metrics.violate,
             self.quarantine,
-            self._proving,
+            self._condition.begin_proof,
             self._host.joining,
             patient=self._condition.proofs < _PROOFS,
         )
         with translate_os_errors("reconciling the engine"):
             current = await reconciler.run()
+            # Ranks of older releases remember nobody.
+            self.checks.watched = reconciler.watched or bool(self.checks.writers)
             await self._model.accepted.learn(current.record)
+            await self._model.table.refused.seen(self.name, reconciler.checkpoint)
         self.show(current, whole=True)
         self._condition.set(pb.ENGINE_STATE_SERVING, "")
 
-    def _proving(self) -> None:
-        self._condition.begin_proof()
-
     def _failed(self, error: WeightSyncError) -> float:
-        away = error.reason is Reason.ENGINE_AWAY
+        away = error.reason in OUT_OF_REACH
         if error.message != self._condition.reason:
             logger.warning("engine %s: %s", self.name, error.message)
         if away:
             self._forget()
-        permanent = error.reason is Reason.ENGINE_UNSUPPORTED
-        self._condition.set(pb.ENGINE_STATE_AWAY if away else pb.ENGINE_STATE_FENCED, error.message)
-        if permanent:
-            self._condition.refused = error.message
-        return _HEALTH_S if away or permanent else _RETRY_S
+        self._condition.fail(error)
+        return _HEALTH_S if away or self._condition.refused else _RETRY_S
 
     def _forget(self) -> None:
         self.checks.forget()

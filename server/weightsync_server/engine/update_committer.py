@@ -122,4 +122,18 @@ class UpdateCommitter:
             ) as files:
                 if not files:
                     raise WeightSyncError(Reason.ENGINE_REFUSED, "the update holds no file")
-                return await self._model.adoption.receive(files, metadata, self._model.accepted)
+                base = self._base(metadata) if update.partial else None
+                return await self._model.adoption.receive(
+                    files, metadata, self._model.accepted, base
+                )
+
+    def _base(self, metadata: dict[str, str]) -> VersionRecord:
+        """Return the version whose tensors an update keeps that lacks them."""
+        live = self._supervisor.served.live
+        if not live:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                "the engine serves no version whose other tensors could stay; send all of them",
+            )
+        metadata["base_version"] = str(live)
+        return self._model.table.get(live)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.ranks import Ranks
-    from weightsync_server.engine.worker_reports import RankLoad
+    from weightsync_server.engine.worker_reports import NoPlan, RankLoad
     from weightsync_server.ops.metrics import LoaderMetrics
     from weightsync_server.residency.stager import Stager
 
@@ -108,10 +108,11 @@ class LoadScheduler:
         ranks: Of the engine.
         stager: Gives leases on what they read.
         metrics: Where loads are counted.
-        why: Why its versions must be loaded; one sentence of a rank.
+        no_plan: Why its versions must be loaded, as a rank says it.
         look: Tells how this start of vLLM is.
 
     Attributes:
+        no_plan: As given.
         on_start: Awaited when the ranks have begun to load; None: nothing is.
     """
 
@@ -120,10 +121,10 @@ class LoadScheduler:
         ranks: Ranks,
         stager: Stager,
         metrics: LoaderMetrics,
-        why: str,
+        no_plan: NoPlan,
         look: Callable[[], Awaitable[Presence]],
     ) -> None:
-        self.why = why
+        self.no_plan = no_plan
         self.on_start: Callable[[], Awaitable[None]] | None = None
         self._look = look
         self._ranks = ranks

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.name_sets import common
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "DeviceUse",
+    "NoPlan",
     "RankCommit",
     "RankLoad",
     "RankState",
@@ -22,7 +23,9 @@ __all__ = [
     "read_common",
     "read_load",
     "read_names",
+    "read_no_plan",
     "read_report",
+    "read_state",
     "shards_read",
 ]
 
@@ -66,6 +69,8 @@ class Report:
         shards: Those that lie in its device's memory, whole and as the manifest tells.
         unlike: Names of tensors that lie there and are not as it tells, at most 10.
         transform: What the version went through, `plan` or `twin`.
+        reads_cache_otherwise: Whether it reads a quantised cache by other scales than what is live.
+        holders: Processes that have the memory, by the rank's word; None: it tells none.
     """
 
     rank: str
@@ -83,6 +88,18 @@ class Report:
     shards: frozenset[int] = frozenset()
     unlike: tuple[str, ...] = ()
     transform: str = "plan"
+    reads_cache_otherwise: bool = False
+    holders: tuple[int, ...] | None = None
+
+
+class NoPlan(NamedTuple):
+    """Why a rank has no load plan of its engine's checkpoint, and what would have to change."""
+
+    cause: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.cause}; {self.remedy}" if self.remedy else self.cause
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,8 @@ class RankCommit:
 
     It is `patched` when only what changes was written, and compared. `switch_s` is the whole time
     of a switch between two steps. It has `compared_all` when all that is live was compared with
-    what the server received. `parts` are digests of what it was asked to digest, by what it is.
+    what the server received. `parts` are digests of what it was asked to digest, by what it is; it
+    was `writing` if another process could write that still.
     """
 
     rank: str
@@ -105,6 +123,7 @@ class RankCommit:
     compared_all: bool = True
     device: DeviceUse = NO_DEVICE
     parts: Mapping[str, str] = field(default_factory=dict)
+    writing: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +132,10 @@ class RankState:
 
     One that has not `answered` may hold anything. `transform` is what its versions go through.
     `written` tells whether anybody has written since vLLM loaded them; None: it does not say.
+    `holders` are other processes that have its memory (None: it remembers none), one of which can
+    write it at any time if it is `unguarded`: those of `unguarded_by`, each with its job, and those
+    whose job the rank was not told. Somebody can write it in a block if it is `writing`; `writers`
+    are those that are seen to.
     """
 
     rank: str
@@ -121,6 +144,11 @@ class RankState:
     answered: bool = True
     transform: str = "plan"
     written: bool | None = None
+    holders: tuple[int, ...] | None = ()
+    unguarded: bool = False
+    writing: bool = False
+    writers: tuple[int, ...] = ()
+    unguarded_by: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,6 +205,14 @@ def read_common(replies: Sequence[Mapping[str, Any]], field: str) -> str:
         raise WeightSyncError(Reason.FAULT, msg) from error
 
 
+def read_no_plan(replies: Iterable[Mapping[str, Any]]) -> NoPlan | None:
+    """Return why a capture has made no plan of the engine's checkpoint; None: each rank has one."""
+    for reply in replies:
+        if reply.get("transform") == "twin":
+            return NoPlan(str(reply.get("why")), str(reply.get("remedy", "")))
+    return None
+
+
 def read_report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | None:
     """Return what a rank tells at the end of the work of a ticket; None: it tells no end."""
     if page is None or page.get("ticket") != ticket or page.get("phase") == "running":
@@ -197,6 +233,26 @@ def read_report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report |
         shards=frozenset(map(int, page.get("shards", ()))),
         unlike=tuple(map(str, page.get("unlike", ()))),
         transform=str(page.get("transform", "plan")),
+        reads_cache_otherwise=bool(page.get("reads_cache_otherwise")),
+        holders=tuple(map(int, page["holders"])) if "holders" in page else None,
+    )
+
+
+def read_state(rank: str, reply: Mapping[str, Any]) -> RankState:
+    """Return what a rank tells that it holds, and who has that."""
+    if not reply.get("ok"):
+        return RankState(rank, "", dirty=True, answered=False)
+    return RankState(
+        rank,
+        str(reply.get("content_digest", "")),
+        bool(reply.get("dirty", True)),
+        transform=str(reply.get("transform", "plan")),
+        written=bool(reply["written"]) if "written" in reply else None,
+        holders=tuple(map(int, reply["holders"])) if "holders" in reply else None,
+        unguarded=bool(reply.get("unguarded")),
+        writing=bool(reply.get("writing")),
+        writers=tuple(map(int, reply.get("writers", ()))),
+        unguarded_by=tuple((int(pid), str(job)) for pid, job in reply.get("unguarded_by", ())),
     )
 
 
@@ -261,4 +317,5 @@ def read_commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
         compared_all=bool(reply.get("compared_all", not reply.get("patched"))),
         device=_device(reply),
         parts=reply.get("parts", {}),
+        writing=bool(reply.get("writing")),
     )

@@ -117,6 +117,77 @@ class OpenApply(_message.Message):
 Global___OpenApply: _TypeAlias = OpenApply  # noqa: Y015
 
 @_typing.final
+class Owner(_message.Message):
+    """Who owns an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    RUN_DIR_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    """As in Hello."""
+    pid: _builtins.int
+    """Its process, as it knows itself; 0: not told. For people."""
+    run_dir: _builtins.str
+    """Folder of its sockets, as it knows it, at most 4096 bytes. For people."""
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        run_dir: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pid", b"pid", "run_dir", b"run_dir", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Owner: _TypeAlias = Owner  # noqa: Y015
+
+@_typing.final
+class OwnRequest(_message.Message):
+    """Asks to own the engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def owner(self) -> Global___Owner:
+        """The caller; its server_id is not empty."""
+
+    def __init__(
+        self,
+        *,
+        owner: Global___Owner | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnRequest: _TypeAlias = OwnRequest  # noqa: Y015
+
+@_typing.final
+class OwnResponse(_message.Message):
+    """The caller owns the engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnResponse: _TypeAlias = OwnResponse  # noqa: Y015
+
+@_typing.final
 class HelloRequest(_message.Message):
     """Opens the connection."""
 
@@ -705,6 +776,7 @@ class HealthResponse(_message.Message):
     SLEEPING_FIELD_NUMBER: _builtins.int
     SERVER_ID_FIELD_NUMBER: _builtins.int
     OPEN_APPLY_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     state: Global___BridgeState.ValueType
     """Present state."""
     reason: _builtins.str
@@ -721,6 +793,10 @@ class HealthResponse(_message.Message):
     def open_apply(self) -> Global___OpenApply:
         """As in Hello."""
 
+    @_builtins.property
+    def owner(self) -> Global___Owner:
+        """The server that lives and has the engine; unset: none."""
+
     def __init__(
         self,
         *,
@@ -731,10 +807,11 @@ class HealthResponse(_message.Message):
         sleeping: _builtins.bool = ...,
         server_id: _builtins.str = ...,
         open_apply: Global___OpenApply | None = ...,
+        owner: Global___Owner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["open_apply", b"open_apply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open_apply", b"open_apply", "owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "open_apply", b"open_apply", "reason", b"reason", "requests", b"requests", "server_id", b"server_id", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "open_apply", b"open_apply", "owner", b"owner", "reason", b"reason", "requests", b"requests", "server_id", b"server_id", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -773,22 +850,26 @@ class WatchUpdatesResponse(_message.Message):
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """Names the update in OfferUpdate and EndUpdate."""
     backend: _builtins.str
     """Backend of vLLM's transfer, such as weightsync_nccl."""
     label: _builtins.str
     """What the trainer calls these weights, at most 256 bytes; empty: nothing."""
+    partial: _builtins.bool
+    """True when tensors that the update lacks stay what they are in the version that is served."""
     def __init__(
         self,
         *,
         update_id: _builtins.str = ...,
         backend: _builtins.str = ...,
         label: _builtins.str = ...,
+        partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "label", b"label", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "label", b"label", "partial", b"partial", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

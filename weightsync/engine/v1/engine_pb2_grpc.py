@@ -35,6 +35,11 @@ class EngineServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Own = channel.unary_stream(
+                '/weightsync.engine.v1.EngineService/Own',
+                request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.OwnRequest.SerializeToString,
+                response_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.OwnResponse.FromString,
+                _registered_method=True)
         self.Hello = channel.unary_unary(
                 '/weightsync.engine.v1.EngineService/Hello',
                 request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.HelloRequest.SerializeToString,
@@ -101,9 +106,20 @@ class EngineServiceServicer:
     """What the bridge does for the server.
     """
 
+    def Own(self, request, context):
+        """Makes this server the owner of the engine for as long as the call lasts, which the server keeps
+        open as long as it lives. First call of every connection, answered once and at once. Meanwhile
+        Own and Hello of any other server are refused: FAILED_PRECONDITION, naming the owner. When it
+        ends, however that comes about, nobody drives the engine until the next Hello. A bridge without
+        it (UNIMPLEMENTED) obeys who said hello last.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Hello(self, request, context):
-        """Compares protocol versions and tells what the engine is. First call of every connection. From
-        then on this server drives the engine, and calls of the one before are refused.
+        """Compares protocol versions and tells what the engine is. From then on this server drives the
+        engine, and calls of the one before are refused; where another one owns it: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,6 +210,11 @@ class EngineServiceServicer:
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Own': grpc.unary_stream_rpc_method_handler(
+                    servicer.Own,
+                    request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.OwnRequest.FromString,
+                    response_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.OwnResponse.SerializeToString,
+            ),
             'Hello': grpc.unary_unary_rpc_method_handler(
                     servicer.Hello,
                     request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.HelloRequest.FromString,
@@ -265,6 +286,33 @@ def add_EngineServiceServicer_to_server(servicer, server):
 class EngineService:
     """What the bridge does for the server.
     """
+
+    @staticmethod
+    def Own(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weightsync.engine.v1.EngineService/Own',
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.OwnRequest.SerializeToString,
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.OwnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Hello(request,

@@ -35,9 +35,16 @@ class EngineServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineServiceAsyncStub: ...
+    Own: _grpc.UnaryStreamMultiCallable[_engine_pb2.OwnRequest, _engine_pb2.OwnResponse]
+    """Makes this server the owner of the engine for as long as the call lasts, which the server keeps
+    open as long as it lives. First call of every connection, answered once and at once. Meanwhile
+    Own and Hello of any other server are refused: FAILED_PRECONDITION, naming the owner. When it
+    ends, however that comes about, nobody drives the engine until the next Hello. A bridge without
+    it (UNIMPLEMENTED) obeys who said hello last.
+    """
     Hello: _grpc.UnaryUnaryMultiCallable[_engine_pb2.HelloRequest, _engine_pb2.HelloResponse]
-    """Compares protocol versions and tells what the engine is. First call of every connection. From
-    then on this server drives the engine, and calls of the one before are refused.
+    """Compares protocol versions and tells what the engine is. From then on this server drives the
+    engine, and calls of the one before are refused; where another one owns it: FAILED_PRECONDITION.
     """
     Pause: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]
     """Stops generation under a lease. When the lease runs out the bridge does what on_expiry says."""
@@ -74,9 +81,16 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """What the bridge does for the server."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Own: _aio.UnaryStreamMultiCallable[_engine_pb2.OwnRequest, _engine_pb2.OwnResponse]  # type: ignore[assignment]
+    """Makes this server the owner of the engine for as long as the call lasts, which the server keeps
+    open as long as it lives. First call of every connection, answered once and at once. Meanwhile
+    Own and Hello of any other server are refused: FAILED_PRECONDITION, naming the owner. When it
+    ends, however that comes about, nobody drives the engine until the next Hello. A bridge without
+    it (UNIMPLEMENTED) obeys who said hello last.
+    """
     Hello: _aio.UnaryUnaryMultiCallable[_engine_pb2.HelloRequest, _engine_pb2.HelloResponse]  # type: ignore[assignment]
-    """Compares protocol versions and tells what the engine is. First call of every connection. From
-    then on this server drives the engine, and calls of the one before are refused.
+    """Compares protocol versions and tells what the engine is. From then on this server drives the
+    engine, and calls of the one before are refused; where another one owns it: FAILED_PRECONDITION.
     """
     Pause: _aio.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops generation under a lease. When the lease runs out the bridge does what on_expiry says."""
@@ -112,13 +126,26 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the bridge does for the server."""
 
     @_abc_1.abstractmethod
+    def Own(
+        self,
+        request: _engine_pb2.OwnRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.OwnResponse], _abc.AsyncIterator[_engine_pb2.OwnResponse]]:
+        """Makes this server the owner of the engine for as long as the call lasts, which the server keeps
+        open as long as it lives. First call of every connection, answered once and at once. Meanwhile
+        Own and Hello of any other server are refused: FAILED_PRECONDITION, naming the owner. When it
+        ends, however that comes about, nobody drives the engine until the next Hello. A bridge without
+        it (UNIMPLEMENTED) obeys who said hello last.
+        """
+
+    @_abc_1.abstractmethod
     def Hello(
         self,
         request: _engine_pb2.HelloRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.HelloResponse, _abc.Awaitable[_engine_pb2.HelloResponse]]:
-        """Compares protocol versions and tells what the engine is. First call of every connection. From
-        then on this server drives the engine, and calls of the one before are refused.
+        """Compares protocol versions and tells what the engine is. From then on this server drives the
+        engine, and calls of the one before are refused; where another one owns it: FAILED_PRECONDITION.
         """
 
     @_abc_1.abstractmethod

@@ -27,10 +27,12 @@ from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import from_call
 from weightsync_server.engine.drivers.bridge_updates import BridgeUpdates
+from weightsync_server.engine.drivers.ownership import Ownership, understood
 from weightsync_server.engine.pause_options import duration
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
+    from pathlib import Path
 
 __all__ = ["BridgeEngine"]
 
@@ -63,14 +65,15 @@ class BridgeEngine:
 
     Args:
         address: `unix:PATH` of the bridge's socket.
+        run_dir: Of this server, for the sentences of others that want the engine; None: unknown.
 
     Attributes:
         updates: What vLLM receives over a transfer of its own.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, run_dir: Path | None = None) -> None:
         self._address = address
-        #: Names this process in every call: the bridge listens to the one that said hello last.
+        #: Names this process in every call: the bridge listens to the one that owns the engine.
         self._id = secrets.token_hex(8)
         self._greeted = ""
         self._resume_s = _RESUME_S
@@ -85,10 +88,23 @@ class BridgeEngine:
         )
         self._stub = engine_pb2_grpc.EngineServiceStub(self._channel)
         self.updates = BridgeUpdates(self._stub, self._id, self._refuse)
+        self._ownership = Ownership(self._stub, self._id, run_dir, self._refuse)
 
     async def hello(self) -> EngineInfo:
-        """Compare protocol versions and tell what the engine is."""
-        answer = await self._agree(PROTOCOL_VERSION)
+        """Own the engine, compare protocol versions and tell what the engine is.
+
+        Raises:
+            WeightSyncError: ENGINE_OWNED: another server that lives has it. ENGINE_UNSUPPORTED:
+                they speak no common protocol; the engine is left to a server that can drive it.
+        """
+        await self._owned()
+        try:
+            answer = await self._agree(PROTOCOL_VERSION)
+        except WeightSyncError as error:
+            # One that only does not answer stays with the server that has it.
+            if error.reason is not Reason.ENGINE_AWAY:
+                self._ownership.close()
+            raise
         self._greeted = answer.engine_id
         return EngineInfo(
             engine_id=answer.engine_id,
@@ -104,6 +120,12 @@ class BridgeEngine:
             open_apply=from_message(answer.open_apply),
             nodes=answer.nodes or 1,
         )
+
+    async def _owned(self) -> None:
+        try:
+            await self._ownership.take(_QUICK_S)
+        except grpc.aio.UsageError:
+            raise self._left() from None
 
     async def _agree(self, protocol: int) -> pb.HelloResponse:
         """Say hello in this protocol or, where the bridge does not speak it, in one before.
@@ -202,15 +224,14 @@ class BridgeEngine:
         """Tell how the engine is.
 
         Raises:
-            WeightSyncError: ENGINE_REFUSED: another server drives it now.
+            WeightSyncError: ENGINE_OWNED: another server that lives has it. ENGINE_AWAY: another
+                had it, and has left; say hello again; or that comes first. ENGINE_REFUSED: another
+                drives it now, and the plugin in vLLM is too old to tell whether that lives.
         """
         answer = await self._call(self._stub.Health(pb.HealthRequest(), timeout=_QUICK_S))
+        self._ownership.check(answer.owner, answer.engine_id)
         if answer.engine_id == self._greeted and answer.server_id != self._id:
-            raise WeightSyncError(
-                Reason.ENGINE_REFUSED,
-                "another weightsync-server has taken this engine over; stop one of the two, then "
-                "restart the other",
-            )
+            self._displaced()
         return EngineHealth(
             state=_STATES[answer.state],
             reason=answer.reason,
@@ -218,6 +239,21 @@ class BridgeEngine:
             requests=answer.requests,
             sleeping=answer.sleeping,
             open_apply=from_message(answer.open_apply),
+        )
+
+    def _displaced(self) -> Never:
+        if not self._ownership.known:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                "another weightsync-server has taken this engine over; stop one of the two, then "
+                "restart the other",
+            )
+        self._greeted = ""
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            "the connection to the engine broke, and who had the engine since has left; this "
+            "server takes it back",
+            retry_after_s=1.0,
         )
 
     async def serve_for(self, seconds: float | None) -> None:
@@ -228,6 +264,7 @@ class BridgeEngine:
 
     async def close(self) -> None:
         """Close the connection; the engine goes on running."""
+        self._ownership.close()
         await self._channel.close()
 
     async def _call(self, call: Awaitable[_T]) -> _T:
@@ -236,14 +273,17 @@ class BridgeEngine:
         except grpc.aio.AioRpcError as error:
             self._refuse(error)
         except grpc.aio.UsageError:
-            raise WeightSyncError(
-                Reason.ENGINE_AWAY, f"the engine at {self._address} has left; start it again"
-            ) from None
+            raise self._left() from None
+
+    def _left(self) -> WeightSyncError:
+        return WeightSyncError(
+            Reason.ENGINE_AWAY, f"the engine at {self._address} has left; start it again"
+        )
 
     def _refuse(self, error: grpc.aio.AioRpcError) -> Never:
         refusal = from_call(error)
         if refusal is not None:
-            raise refusal from None
+            raise understood(refusal) from None
         # A refusal of the bridge has a reason. After anything else nobody knows what was done.
         raise WeightSyncError(
             Reason.ENGINE_AWAY,

@@ -41,7 +41,7 @@ class BridgeUpdates:
         call = self._stub.WatchUpdates(pb.WatchUpdatesRequest(server_id=self._id))
         try:
             async for answer in call:
-                yield WaitingUpdate(answer.update_id, answer.backend, answer.label)
+                yield WaitingUpdate(answer.update_id, answer.backend, answer.label, answer.partial)
         except grpc.aio.AioRpcError as error:
             self._refuse(error)
         finally:

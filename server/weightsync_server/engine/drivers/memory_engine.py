@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.layout import parse_header
+from weightsync.model.checkpoint_folder import open_checkpoint
 from weightsync.testing import MemoryEngine
+
+if TYPE_CHECKING:
+    from weightsync.model.checkpoint_folder import CheckpointFile
+    from weightsync.model.manifest import TensorEntry
 
 __all__ = ["load_memory_engine"]
 
@@ -28,30 +34,39 @@ def load_memory_engine(model: str, segment_socket: Path, ranks: int) -> MemoryEn
         WeightSyncError: REQUEST_INVALID: the checkpoint cannot be read.
     """
     path = Path(model)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    tensors: dict[str, _Tensor] = {}
-    for file in files:
-        tensors |= _read(file)
+    folder, names = (path, None) if path.is_dir() else (path.parent, [path.name])
+    try:
+        tensors = _read(folder, names)
+    except (OSError, WeightSyncError) as error:
+        raise _refused(path, str(error)) from error
     if not tensors:
         raise _refused(path, "it holds no tensors")
     logger.warning("the engine is one for tests: it takes weights and generates nothing")
-    checkpoint = str((path if path.is_dir() else path.parent).absolute())
+    checkpoint = str(folder.absolute())
     return MemoryEngine(tensors, segment_socket, ranks, attachable=True, checkpoint=checkpoint)
 
 
-def _read(file: Path) -> dict[str, _Tensor]:
+def _read(folder: Path, names: list[str] | None) -> dict[str, _Tensor]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        data = file.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        entries = parse_header(data[8:start])
-    except (OSError, WeightSyncError) as error:
-        raise _refused(file, str(error)) from error
-    if any(entry.end > len(data) - start for entry in entries):
-        raise _refused(file, "it is shorter than its header tells")
-    return {
-        entry.name: (entry.dtype, entry.shape, data[start + entry.begin : start + entry.end])
-        for entry in entries
-    }
+        found = open_checkpoint(fd, names=names)
+    finally:
+        os.close(fd)
+    try:
+        return {
+            tensor.name: (tensor.dtype, tensor.shape, _bytes(file, tensor))
+            for file, tensors in zip(found.files, found.chosen(), strict=True)
+            for tensor in tensors
+        }
+    finally:
+        found.close()
+
+
+def _bytes(file: CheckpointFile, tensor: TensorEntry) -> bytes:
+    # One call gives at most 2 GiB.
+    start = file.entry.data_start
+    steps = range(start + tensor.begin, start + tensor.end, 1 << 30)
+    return b"".join(os.pread(file.fd, min(1 << 30, start + tensor.end - at), at) for at in steps)
 
 
 def _refused(path: Path, why: str) -> WeightSyncError:
