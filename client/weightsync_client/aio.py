@@ -202,7 +202,10 @@ class AsyncClient(AsyncTrainMethods):
         return await asyncio.to_thread((await self._bulk()).hold, source)
 
     async def acquire_epoch(self, holder: str = "") -> int:
-        """Become the writer: pushes under older epochs are refused from then on."""
+        """Become the writer: pushes under older epochs are refused from then on.
+
+        Those of other runs that give none are from the first push under the new one on.
+        """
         return await self._invoke(
             calls.acquire_epoch(await self.model(), holder or default_holder(), self._link.timeouts)
         )

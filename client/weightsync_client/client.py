@@ -17,6 +17,7 @@ import grpc
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
+from weightsync.wire.extras import needing
 from weightsync_client import types
 from weightsync_client.access import Access
 from weightsync_client.errors import (
@@ -25,6 +26,7 @@ from weightsync_client.errors import (
     UnavailableError,
     from_rpc,
     refuse,
+    typed_errors,
 )
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
@@ -44,7 +46,7 @@ from weightsync_client.push.history import PushHistory
 from weightsync_client.push.policy import PushPolicy
 from weightsync_client.rpc import calls, fleet_calls
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import Backoff, call_again
+from weightsync_client.rpc.retry import Backoff, RetryingCalls, call_again
 from weightsync_client.rpc.streams import read_stream
 from weightsync_client.source.source import PushSource, make_source
 from weightsync_client.source.source_writer import source_writer
@@ -203,6 +205,7 @@ class Client(TrainMethods):
             collective=collective,
             writer=lambda: source_writer(options),
             together=options.get("writers", 1) not in (0, 1) or "step" in options,
+            casting=self._history.casting(options, None, ""),
         )
         facts = options, self._retry, self._history, on_source_free
         try:
@@ -217,19 +220,25 @@ class Client(TrainMethods):
         A trainer that starts from the checkpoint that the engine serves may hold that.
 
         Args:
-            source: A state dict or a path with the content of a version that the server holds.
+            source: A state dict or a path with the content of a version that the server holds,
+                cast as a push casts it.
 
         Raises:
             ClientError: VERSION_UNKNOWN where no version has that content.
         """
         made = make_source(source, SHARD_BYTES, self._history.layouts)
+        calls = RetryingCalls(self._link, self._invoke, self._retry, threading.Event())
         try:
-            return self._history.hold(made, self.versions)
+            cast = made.cast(self._history.casting({}, calls, self.model))
+            return self._history.hold(cast, self.versions)
         finally:
             made.release()
 
     def acquire_epoch(self, holder: str = "") -> int:
-        """Become the writer: pushes under older epochs are refused from then on."""
+        """Become the writer: pushes under older epochs are refused from then on.
+
+        Those of other runs that give none are from the first push under the new one on.
+        """
         return self._invoke(
             calls.acquire_epoch(self.model, holder or default_holder(), self._link.timeouts)
         )
@@ -396,9 +405,11 @@ class Client(TrainMethods):
             ClientError: RefusedError with what stands in the way; DeniedError.
         """
         # Imports PyTorch, of which nothing else here has need.
-        from weightsync_client.attach import Writing, attach
+        with typed_errors(), needing("attach()"):
+            from weightsync_client.attach import Writing, attach, trainer_job
 
-        found = self._invoke(calls.attach(self.model, engine, self._link.timeouts))
+        timeouts = self._link.timeouts
+        found = self._invoke(calls.attach(self.model, engine, trainer_job(), timeouts))
         writing = Writing(self.model, self._link, self._channel, self.push)
         return attach(found.engine, found.socket, found.secret, writing)
 

@@ -25,6 +25,7 @@ from typing import Any
 import grpc
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire.proxies import proxy_hint
 from weightsync.wire.rpc_status import error_details
 
 __all__ = [
@@ -173,6 +174,7 @@ _ACTIONS: Mapping[str, str] = MappingProxyType(
         "Rollback": "the rollback",
         "ListVersions": "the query for the versions",
         "GetVersion": "the query for the version",
+        "GetEngineLayout": "the push",
         "WatchVersions": "the watch",
         "PinVersion": "the pin",
         "DeleteVersion": "the deletion",
@@ -241,14 +243,19 @@ def _tls_refused(code: grpc.StatusCode, details: str) -> bool:
     return code is _CODE.UNAVAILABLE and any(words in details for words in _TLS_REFUSALS)
 
 
+def _through(address: str) -> str:
+    hint = proxy_hint(address)
+    return f"; {hint}" if hint else ""
+
+
 def _sentence(code: grpc.StatusCode, details: str, *, action: str, address: str) -> str:
     if code in _LINK_CODES:
         cause = _cause(details) or code.name.lower()
         if _tls_refused(code, details):
             return (
-                f"{address} and this client do not agree on TLS ({cause}); check that the server "
-                "speaks TLS, that WEIGHTSYNC_TLS_CA (tls_ca) holds the CA of its certificate, and "
-                "that its certificate names this host"
+                f"{address} and this client do not agree on TLS ({cause}){_through(address)}; "
+                "check that the server speaks TLS, that WEIGHTSYNC_TLS_CA (tls_ca) holds the CA "
+                "of its certificate, and that its certificate names this host"
             )
         hint = ", then try again"
         if "Socket closed" in cause and not address.startswith("unix:"):
@@ -259,12 +266,12 @@ def _sentence(code: grpc.StatusCode, details: str, *, action: str, address: str)
                 "WEIGHTSYNC_TLS_KEY (tls_cert, tls_key) if it asks clients for a certificate"
             )
         return (
-            f"no answer from {address} to {action} ({cause}); check that weightsync-server runs "
-            f"there and that the address is right{hint}"
+            f"no answer from {address} to {action} ({cause}){_through(address)}; check that "
+            f"weightsync-server runs there and that the address is right{hint}"
         )
     if code is _CODE.DEADLINE_EXCEEDED:
         return (
-            f"{action} on {address} did not end within its timeout; "
+            f"{action} on {address} did not end within its timeout{_through(address)}; "
             "look at the status, then try again or allow more time"
         )
     if code in (_CODE.UNAUTHENTICATED, _CODE.PERMISSION_DENIED):

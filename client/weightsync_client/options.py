@@ -90,7 +90,8 @@ class PushOptions(TypedDict, total=False):
 
     Attributes:
         version: 1 to 2^53-1, above the newest one; 0 (default): the server assigns the next.
-        epoch: The writer's epoch from `acquire_epoch`; 0 (default): the newest at this moment.
+        epoch: The writer's epoch from `acquire_epoch`; 0 (default): the newest at this moment,
+            unless another run took it and pushed under it.
         metadata: Text kept with the version, such as step and run_id; at most 64 entries. Numbers
             are kept as the text that `str` makes of them.
         streams: Streams that send at the same time, each on a connection of its own. Default 1,
@@ -131,6 +132,13 @@ class PushOptions(TypedDict, total=False):
         step: The step of the training, by which the processes of one run of torch.distributed find
             each other: every one of them calls push, and each step is pushed once. Elsewhere
             `idempotency_key` takes its place.
+        dtype: "auto" (default): float16, bfloat16, float32 and float64 are cast to whichever of
+            these the engine has the tensor in, piece by piece as it is sent; `PushResult.cast` says
+            of how many. A finite value that would become infinite is refused by name. What the
+            engine does not have, or before an engine is there, goes as it is. "exact": what would
+            be cast is refused; "keep": all goes as it is.
+        check_finite: True: NaN and infinity are refused by the name of the tensor, whatever it is
+            sent as. Default False.
         same_host: "auto" (default): where the server runs on this host and offers it, tensors are
             written into its memory, which is several times as fast, and those on a GPU are copied
             by the server; "write": they are written, too, so that the server compares digests that
@@ -153,6 +161,8 @@ class PushOptions(TypedDict, total=False):
     writers: int
     writer: int
     step: int
+    dtype: str
+    check_finite: bool
     same_host: str
 
 

@@ -19,6 +19,8 @@ from weightsync.model.dtypes import torch_dtype
 from weightsync.model.layout import MAX_HEADER_BYTES, check_header, check_shard
 from weightsync.model.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.extras import needing
+from weightsync.wire.file_limits import write_remedy
 from weightsync_client.errors import ClientError, passing, refuse, typed_errors
 from weightsync_client.rpc.retry import Backoff
 from weightsync_client.rpc.version_tensors import version_tensors
@@ -63,7 +65,8 @@ class PulledTensor:
 
     def torch(self) -> torch.Tensor:
         """Return a PyTorch tensor over the bytes."""
-        import torch
+        with typed_errors(), needing("torch()"):
+            import torch
 
         shape, dtype = self.shape, torch_dtype(self.dtype)
         if self.dtype == "F4":
@@ -175,7 +178,7 @@ class Puller:
         except OSError as error:
             raise refuse(
                 Reason.DISK_EXHAUSTED if error.errno in _FULL else Reason.REQUEST_INVALID,
-                f"{path} cannot be written: {error.strerror}; free some space or name another",
+                f"{path} cannot be written: {error.strerror}; {write_remedy(error)}",
             ) from None
         finally:
             if work is not None:
@@ -261,7 +264,7 @@ class Puller:
                 time.sleep(delay)
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _corrupt(version: Version, what: str) -> ClientError:

@@ -16,6 +16,7 @@ from weightsync_client.fleet_types import (
 )
 from weightsync_client.push_reasons import Fallback, Streamed, Way
 from weightsync_client.rank_types import LoaderState, LoaderStatus, RankResult, Transform
+from weightsync_client.run_types import ClientRun
 
 __all__ = [
     "ApplyOutcome",
@@ -23,6 +24,8 @@ __all__ = [
     "ApplyReport",
     "ApplyStrategy",
     "CacheMode",
+    "ClientRun",
+    "DiskStatus",
     "Durability",
     "EngineOrder",
     "EngineProof",
@@ -166,6 +169,9 @@ class PushResult:
         way: How the bytes went; SAME_HOST if any shard was written into the server's memory.
         way_reason: Why they, or some of them, were sent over the link, or with SAME_HOST went
             through this process where the server could have copied them; empty: neither.
+        cast: Tensors that were cast to the dtype that the engine has.
+        other_run: Another run, which pushed `other_version`, the version before; empty: none did.
+        runs_alternate: True when this run had pushed before it: two trainers push in turn.
     """
 
     version: int
@@ -184,6 +190,10 @@ class PushResult:
     dense_bytes: int = 0
     way: Way = Way.STREAM
     way_reason: Streamed | str = ""
+    cast: int = 0
+    other_run: str = ""
+    other_version: int = 0
+    runs_alternate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +418,8 @@ class ModelStatus:
     """One model; a version of 0 and an empty digest mean none, or not the same on every engine.
 
     `engine` is the only engine, or the first by name that does not serve, else the first;
-    `engines` has all that the host has, and is empty for an earlier server.
+    `engines` has all that the host has, and is empty for an earlier server. `client_runs` are who
+    pushed the versions, newest first.
     """
 
     model: str
@@ -423,6 +434,27 @@ class ModelStatus:
     pushes: tuple[PushStatus, ...]
     apply_id: str
     engines: tuple[EngineStatus, ...] = ()
+    client_runs: tuple[ClientRun, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStatus:
+    """A folder that the server or vLLM writes to.
+
+    Attributes:
+        folder: What is in it: "store", "state", "checkpoints", or "shm", which vLLM's processes
+            share.
+        path: Where it is, as the server sees it.
+        free_bytes: What can still be written to its disk.
+        used_bytes: What is in use on its disk.
+        error: Why nothing more is written there, with the remedy; empty: there is room.
+    """
+
+    folder: str
+    path: str
+    free_bytes: int
+    used_bytes: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,3 +471,4 @@ class Status:
     durable: bool
     invariant_violations: dict[str, int] = field(default_factory=dict)
     ingest_processes: int = 0
+    disks: tuple[DiskStatus, ...] = ()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.fd_passing import accept_each, listen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["MOST", "PeerCredentials", "PeerServer"]
+__all__ = ["MOST", "PeerCredentials", "PeerServer", "peer_process"]
+
+_SO_PEERPIDFD = 77
 
 #: Connections at once to one server; more are closed unheard.
 MOST = 128
@@ -91,6 +95,32 @@ class PeerServer:
             with self._lock:
                 self._peers.discard(peer)
             peer.close()
+
+
+def peer_process(peer: socket.socket, who: PeerCredentials) -> int:
+    """Return a pidfd of the process at the other end; the caller closes it.
+
+    Raises:
+        ProcessLookupError: It has ended.
+        WeightSyncError: NOT_SUPPORTED: this kernel does not tell which process it is.
+    """
+    try:
+        found = peer.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except ProcessLookupError:
+        # Another one may have its pid by now.
+        raise
+    except OSError as error:
+        # Kernels before 6.5.
+        if not who.pid:
+            raise WeightSyncError(
+                Reason.NOT_SUPPORTED,
+                "run the process that connects in the PID namespace of weightsync-server, or both "
+                "on Linux 6.5 or newer: it is in another one, where this kernel does not tell "
+                "which it is",
+            ) from error
+        return os.pidfd_open(who.pid)
+    os.set_inheritable(found, False)
+    return found
 
 
 def _credentials(peer: socket.socket) -> PeerCredentials:

@@ -14,6 +14,7 @@ from weightsync.model.manifest import MAX_VERSION
 from weightsync_client.checkpoint_diff import CheckpointDiff, compare, largest
 from weightsync_client.cli import render
 from weightsync_client.cli.cli_options import Address, Json, Model, connect
+from weightsync_client.cli.plain_text import escaped
 from weightsync_client.options import DEFAULT_ADDRESS, SHARD_BYTES
 from weightsync_client.source.source import Source, make_source
 
@@ -70,8 +71,8 @@ def _show(found: CheckpointDiff, rows: int) -> None:
         table.add_column(title, justify="right")
     for tensor in largest(found, rows):
         table.add_row(
-            tensor.name,
-            tensor.dtype,
+            escaped(tensor.name),
+            escaped(tensor.dtype),
             str(tensor.elements),
             f"{tensor.changed / tensor.elements:.3%}",
             tensor.coding,
@@ -101,7 +102,7 @@ def _show(found: CheckpointDiff, rows: int) -> None:
         ("of another dtype or shape", found.reshaped),
     ):
         for name in names:
-            console.print(f"{what}: {name}")
+            console.print(f"{what}: {escaped(name)}")
 
 
 def _show_distances(echo: Callable[[str], None], found: CheckpointDiff) -> None:

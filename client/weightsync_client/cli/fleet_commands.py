@@ -22,6 +22,7 @@ from weightsync_client.cli.cli_options import (
     set_pause,
 )
 from weightsync_client.cli.fleet_progress import fleet_progress
+from weightsync_client.cli.plain_text import echo
 from weightsync_client.options import DEFAULT_ADDRESS, FleetApplyOptions, FleetChoices
 
 __all__ = ["fleet"]
@@ -62,9 +63,9 @@ def status(*, address: Address = DEFAULT_ADDRESS, model: Model = None, json: Jso
         render.show_json(found)
         return
     decided = f"version {found.decided_version}" if found.decided_version else "nothing"
-    typer.echo(f"fleet {found.fleet}: {decided} is decided, skew {found.skew}")
+    echo(f"fleet {found.fleet}: {decided} is decided, skew {found.skew}")
     age = "never since it started" if found.read_age_s is None else f"{found.read_age_s:.1f} s ago"
-    typer.echo(f"register {found.register}, read by {found.member} {age}")
+    echo(f"register {found.register}, read by {found.member} {age}")
     if found.newest is not None:
         _show_report(found.newest)
     _show_members(found)
@@ -145,7 +146,7 @@ def abort(
     if json:
         render.show_json(report)
     elif report is None:
-        typer.echo("no apply of the fleet runs, so that none was ended; see `fleet status`")
+        echo("no apply of the fleet runs, so that none was ended; see `fleet status`")
     else:
         _show_report(report)
 
@@ -163,7 +164,7 @@ def _show_report(report: types.FleetReport) -> None:
     done = sum(one.done for one in report.members)
     why = f" ({report.reason})" if report.reason else ""
     asked = f", a rollback because: {report.rollback_reason}" if report.rollback_reason else ""
-    typer.echo(
+    echo(
         f"apply {report.apply}, {report.order}: {report.decision or 'not decided'}{why}, version "
         f"{report.version}, {report.decisions} of {report.decisions_needed} decisions, live on "
         f"{done} of {len(report.members) + len(report.fenced_others)} members{asked}"
@@ -172,9 +173,9 @@ def _show_report(report: types.FleetReport) -> None:
         if not one.done or one.reason:
             far = "still" if one.ready else "prepared" if one.prepared else "not prepared"
             note = f": {one.reason}" if one.reason else ""
-            typer.echo(f"  {one.name}: {'done' if one.done else far}{note}")
+            echo(f"  {one.name}: {'done' if one.done else far}{note}")
     for name in report.fenced_others:
-        typer.echo(f"  {name}: fenced, and no part of this apply; see `weightsync fleet members`")
+        echo(f"  {name}: fenced, and no part of this apply; see `weightsync fleet members`")
 
 
 def _show_members(found: types.FleetStatus) -> None:
@@ -183,4 +184,4 @@ def _show_members(found: types.FleetStatus) -> None:
         number = f" {one.release}" if one.release else ""
         release = f", of an older release{number}: update it" if one.older else ""
         state = f"{one.state} ({one.reason})" if one.reason else one.state
-        typer.echo(f"{one.name}: {state}, {what}, {one.address or 'no address'}{release}")
+        echo(f"{one.name}: {state}, {what}, {one.address or 'no address'}{release}")

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from weightsync_client.cli.plain_text import escaped
 from weightsync_client.client import Client
 from weightsync_client.errors import ClientError
 from weightsync_client.fleet_types import FleetOrder, FleetReport
@@ -56,7 +57,8 @@ def fleet_progress(client: Client) -> Iterator[None]:
 
         def update(report: FleetReport) -> None:
             done, total = _steps(report)
-            bar.update(task, description=describe(report), completed=done, total=total)
+            text = escaped(describe(report), sys.stderr.encoding)
+            bar.update(task, description=text, completed=done, total=total)
 
         over = threading.Event()
         looking = threading.Thread(target=_look, args=(client, update, over), daemon=True)

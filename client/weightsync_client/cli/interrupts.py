@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import typer
+from weightsync_client.cli.plain_text import echo
 
 __all__ = ["explain_interrupt"]
 
@@ -21,5 +21,5 @@ def explain_interrupt(otherwise: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         for note in getattr(interrupt, "__notes__", [otherwise]):
-            typer.echo(f"weightsync: interrupted; {note}", err=True)
+            echo(f"weightsync: interrupted; {note}", err=True)
         raise

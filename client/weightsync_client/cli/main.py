@@ -7,12 +7,14 @@ import math
 import os
 import re
 import sys
+import threading
 from typing import Annotated
 
 import typer
 
 from weightsync import __version__
 from weightsync.errors import Reason
+from weightsync.wire.extras import missing_package
 from weightsync_client.access import VARIABLES
 from weightsync_client.cli import (
     diff_command,
@@ -22,6 +24,7 @@ from weightsync_client.cli import (
     weight_commands,
 )
 from weightsync_client.cli.exit_codes import MEANINGS, ExitCode, exit_code
+from weightsync_client.cli.plain_text import echo, escaped
 from weightsync_client.errors import ClientError
 
 __all__ = ["app", "main"]
@@ -31,11 +34,19 @@ logger = logging.getLogger(__name__)
 _TABLE = "\n".join(f"{code:>5}  {meaning}" for code, meaning in MEANINGS.items())
 _ACCESS = "\n".join(f"  {variable:<22} {what}" for variable, (_, what) in VARIABLES.items())
 
-# Remedies of the server, which knows calls and fields of the protocol, as this command does them.
+# Remedies of the server, which knows calls and fields of the protocol, and of the client, which
+# knows Python, as this command does them.
 _COMMANDS = {
     "unpin it first": "unpin it first with `weightsync pin --undo`",
     "set clear_rejected to": "give --clear-rejected to",
     "delete it with force": "delete it with --force",
+    r"call acquire_epoch\(\)(?: \(`weightsync epoch`\))?": "run `weightsync epoch`",
+    r"give epoch=(\d+)": r"give --epoch \1",
+    r"without dtype='(\w+)'": r"without --dtype \1",
+    "without check_finite": "without --check-finite",
+    "with base=": "with --keep",
+    r"give pause\.wait_timeout": "give --wait-timeout",
+    "use order ROLLING": "use --order rolling",
 }
 _CALLS = {
     "AcquireEpoch": "epoch",
@@ -48,6 +59,7 @@ _CALLS = {
     "Rollback": "rollback",
     "ListVersions": "versions",
     "GetVersion": "versions",
+    "GetEngineLayout": "push",
     "WatchVersions": "watch",
     "PinVersion": "pin",
     "DeleteVersion": "delete",
@@ -95,7 +107,7 @@ app.add_typer(fleet_commands.fleet)
 
 def _show_version(*, wanted: bool) -> None:
     if wanted:
-        typer.echo(__version__)
+        echo(__version__)
         raise typer.Exit
 
 
@@ -122,14 +134,18 @@ def _root(
             os.environ[variable] = value
 
 
-def _plain(message: str) -> str:
+def _as_commands(message: str) -> str:
     for words, command in _COMMANDS.items():
-        message = message.replace(words, command)
-    return _CALL.sub(lambda found: f"`weightsync {_CALLS[found[1]]}`", message)
+        message = re.sub(words, command, message)
+    return message
+
+
+def _plain(message: str) -> str:
+    return _CALL.sub(lambda found: f"`weightsync {_CALLS[found[1]]}`", _as_commands(message))
 
 
 def _fail(code: ExitCode, sentence: str) -> ExitCode:
-    typer.echo(f"weightsync: {sentence}", err=True)
+    echo(f"weightsync: {sentence}", err=True, lines=True)
     return code
 
 
@@ -140,6 +156,23 @@ def _sentence(error: ClientError) -> str:
     if error.retry_after_s is None:
         return sentence
     return f"{sentence} (try again after {max(1, math.ceil(error.retry_after_s))} s)"
+
+
+class _LineFormatter(logging.Formatter):
+    """Makes one line of a record, also of one with an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        message = _as_commands(record.getMessage())
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            message = f"{message} ({type(error).__name__}: {error})"
+        return f"weightsync: {escaped(message, sys.stderr.encoding)}"
+
+
+def _log_thread(fault: threading.ExceptHookArgs) -> None:
+    name = fault.thread.name if fault.thread else "?"
+    error = fault.exc_value
+    logger.warning("thread %s ended with %s: %s", name, fault.exc_type.__name__, error)
 
 
 def _run() -> int:
@@ -159,6 +192,10 @@ def _run() -> int:
             error.show()
             return int(error.exit_code)
         logger.debug("the fault", exc_info=error)
+        if isinstance(error, ModuleNotFoundError) and (
+            sentence := missing_package(error, "this command")
+        ):
+            return _fail(ExitCode.USAGE, sentence)
         name = type(error).__name__
         return _fail(ExitCode.FAULT, f"{name}: {error}; this is a fault of weightsync, report it")
     return result if isinstance(result, int) else ExitCode.OK
@@ -168,4 +205,13 @@ def main() -> None:
     """Run `weightsync` and exit."""
     if os.environ.get("WEIGHTSYNC_LOG_LEVEL") == "DEBUG":
         logging.basicConfig(level=logging.DEBUG)
-    sys.exit(_run())
+    else:
+        # What libraries log is for people here, too: a line, and no traceback.
+        handler = logging.StreamHandler()
+        handler.setFormatter(_LineFormatter())
+        logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    before, threading.excepthook = threading.excepthook, _log_thread
+    try:
+        sys.exit(_run())
+    finally:
+        threading.excepthook = before

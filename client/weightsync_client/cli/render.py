@@ -9,9 +9,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import typer
-
 from weightsync_client import types
+from weightsync_client.cli.plain_text import echo
 from weightsync_client.push_reasons import Way
 
 __all__ = [
@@ -53,7 +52,7 @@ def show_json(result: Any, *, lines: bool = False) -> None:
         document = dataclasses.asdict(result)
     else:
         document = result
-    typer.echo(json.dumps(document, indent=None if lines else 2, default=_plain))
+    echo(json.dumps(document, indent=None if lines else 2, default=_plain), lines=True)
 
 
 def show_push(result: types.PushResult) -> None:
@@ -61,20 +60,22 @@ def show_push(result: types.PushResult) -> None:
     what = "was already committed" if result.already else "committed"
     lasts = "" if result.durable else "; it lasts as long as the server, whose store is memory"
     speed = size(result.sent_bytes / max(result.seconds, 1e-9))
-    typer.echo(
+    echo(
         f"version {result.version} {what}: {result.tensor_count} tensors, "
         f"{size(result.size_bytes)}, in {result.seconds:.2f} s ({speed}/s){lasts}"
     )
     if result.kind is types.PushKind.DELTA:
-        typer.echo(
+        echo(
             f"delta of version {result.base_version}: {result.changed_fraction or 0:.2%} changed, "
             f"{size(result.sent_bytes)} sent in place of {size(result.dense_bytes)}"
         )
     elif result.fallback_reason:
-        typer.echo(f"sent in full: {result.fallback_reason}")
+        echo(f"sent in full: {result.fallback_reason}")
+    if result.cast:
+        echo(f"cast to what the engine has: {result.cast} tensors")
     if result.way is Way.SAME_HOST:
-        typer.echo("written into the server's memory on this host")
-    typer.echo(f"content {result.content_digest}")
+        echo("written into the server's memory on this host")
+    echo(f"content {result.content_digest}")
 
 
 def _writers(push: types.PushStatus) -> str:
@@ -96,7 +97,7 @@ def _ranks(ranks: tuple[types.RankResult, ...], indent: str = "  ") -> None:
         if rank.device_used_bytes:
             used, room = size(rank.device_used_bytes), size(rank.device_room_bytes)
             note = f", {used} of its device taken, room for {room}{note}"
-        typer.echo(f"{indent}rank {rank.rank}: {state} {rank.content_digest}{note}")
+        echo(f"{indent}rank {rank.rank}: {state} {rank.content_digest}{note}")
         if rank.loader is not None:
             _loader(rank, rank.loader, f"{indent}  ")
 
@@ -104,12 +105,13 @@ def _ranks(ranks: tuple[types.RankResult, ...], indent: str = "  ") -> None:
 def _loader(rank: types.RankResult, loader: types.LoaderStatus, indent: str) -> None:
     what = f" version {loader.version}" if loader.version else ""
     done = f", {loader.percent} %" if loader.state is types.LoaderState.LOADING else ""
-    typer.echo(
-        f"{indent}versions are loaded beside generation ({rank.transform_reason or 'as before'})\n"
+    echo(f"{indent}versions are loaded beside generation ({rank.transform_reason or 'as before'})")
+    echo(
         f"{indent}loader {loader.state.value}{what}{done}, {size(loader.arena_bytes)} of memory, "
         f"last load {loader.load_s:.1f} s, started again {loader.restarts} times"
-        + (f"\n{indent}last failure: {loader.last_error}" if loader.last_error else "")
     )
+    if loader.last_error:
+        echo(f"{indent}last failure: {loader.last_error}")
 
 
 def show_apply(report: types.ApplyReport) -> None:
@@ -128,12 +130,12 @@ def _changed(report: types.ApplyReport) -> bool:
 def _engine_reports(engines: tuple[types.EngineReport, ...]) -> None:
     for one in engines:
         if one.report is None:
-            typer.echo(f"  engine {one.engine} took no part: {one.absent}")
+            echo(f"  engine {one.engine} took no part: {one.absent}")
             continue
         report = one.report
         paused = f", paused {report.phases.paused_total_s * 1e3:.1f} ms"
         outcome = report.outcome.value.replace("_", " ")
-        typer.echo(f"  engine {one.engine}: {outcome}{paused if _changed(report) else ''}")
+        echo(f"  engine {one.engine}: {outcome}{paused if _changed(report) else ''}")
         if _changed(report):
             _ranks(report.ranks, "    ")
 
@@ -144,7 +146,7 @@ def _outcome(report: types.ApplyReport) -> None:
         store = ", after reading it from the store" if plan.read_from_store else ""
         back = "" if plan.rollback_resident else "; a rollback would have to read or load it first"
         pause = f"about {plan.predicted_pause_s * 1e3:.1f} ms" if plan.predicted_pause_s else ""
-        typer.echo(
+        echo(
             f"version {report.version} would be applied by {plan.strategy.value}: "
             f"{size(plan.write_bytes)} written, {size(plan.memory_bytes)} of memory more, "
             f"pause {pause or 'not known yet'}{store}{back}"
@@ -152,12 +154,12 @@ def _outcome(report: types.ApplyReport) -> None:
         return
     phases = report.phases
     if report.outcome == types.ApplyOutcome.ALREADY_LIVE:
-        typer.echo(f"version {report.version} was live already; nothing was done")
+        echo(f"version {report.version} was live already; nothing was done")
         return
     reports = [one.report for one in report.engines if one.report is not None]
     moved = (one.previous_version for one in reports if _changed(one))
     before = _each(report.previous_version, moved)
-    typer.echo(
+    echo(
         f"version {report.version} is live (before: {before}); "
         f"paused {phases.paused_total_s * 1e3:.1f} ms: commit {phases.commit_s * 1e3:.1f}, "
         f"verify {phases.verify_s * 1e3:.1f}; prepared in {phases.prepare_s:.2f} s"
@@ -169,12 +171,12 @@ def show_verification(result: types.Verification) -> None:
     if len(result.engines) > 1:
         for one in result.engines:
             if one.absent:
-                typer.echo(f"engine {one.engine} was not asked: {one.absent}")
+                echo(f"engine {one.engine} was not asked: {one.absent}")
                 continue
-            typer.echo(f"engine {one.engine}: every rank {_verdict(one)} version {one.version}")
+            echo(f"engine {one.engine}: every rank {_verdict(one)} version {one.version}")
             _ranks(one.ranks)
         return
-    typer.echo(f"every rank {_verdict(result)} version {result.version} {result.content_digest}")
+    echo(f"every rank {_verdict(result)} version {result.version} {result.content_digest}")
     _ranks(result.ranks)
 
 
@@ -195,7 +197,7 @@ def _state(version: types.Version) -> str:
 
 def _metadata(version: types.Version) -> str:
     text = " ".join(f"{key}={value}" for key, value in sorted(version.metadata.items()))
-    # A trainer may have put anything there, and a terminal obeys some of it.
+    # A trainer may have put anything there, of which an escape would take the room of the rest.
     shown = "".join(char if char.isprintable() else "?" for char in text)
     return shown if len(shown) <= _METADATA else shown[: _METADATA - 3] + "..."
 
@@ -213,48 +215,51 @@ def _line(version: types.Version) -> str:
 
 def show_versions(versions: list[types.Version]) -> None:
     """Print a table of versions."""
-    typer.echo(
-        f"{'version':>8}  {'committed (UTC)':<19}  {'size':>9}  {'content':<32}  state, metadata"
-    )
+    echo(f"{'version':>8}  {'committed (UTC)':<19}  {'size':>9}  {'content':<32}  state, metadata")
     for version in versions:
-        typer.echo(_line(version))
+        echo(_line(version))
 
 
 def show_version(version: types.Version, note: str = "") -> None:
     """Print one version on a line."""
-    typer.echo(_line(version) + (f"  {note}" if note else ""))
+    echo(_line(version) + (f"  {note}" if note else ""))
 
 
 def show_status(status: types.Status) -> None:
     """Print the state of a server."""
     durable = "" if status.durable else " (not durable)"
-    typer.echo(
+    echo(
         f"weightsync-server {status.server_version}, store {status.store}{durable}, "
         f"memory {size(status.memory_reserved_bytes)} of {size(status.memory_limit_bytes)}, "
         f"{status.fetchers} fetchers"
         + (f", {status.ingest_processes} ingest processes" if status.ingest_processes else "")
     )
+    for disk in status.disks:
+        full = f"; FULL: {disk.error}" if disk.error else ""
+        room = f"{size(disk.free_bytes)} free, {size(disk.used_bytes)} used"
+        echo(f"  disk of {disk.folder} ({disk.path}): {room}{full}")
     for name, count in sorted(status.invariant_violations.items()):
         if count:
-            typer.echo(f"  INVARIANT {name} violated {count} times")
+            echo(f"  INVARIANT {name} violated {count} times")
     for model in status.models:
         _versions(model)
         if len(model.engines) > 1:
             for one in model.engines:
                 _engine(one, f" {one.name}: version {one.live_version or 'none'},", "    ")
         elif model.engine.state is types.EngineState.UNSPECIFIED:
-            typer.echo("  no engine")
+            echo("  no engine")
         else:
             _engine(model.engine, "", "  ")
+        _client_runs(model.client_runs)
         if model.apply_id:
-            typer.echo(f"  apply {model.apply_id} in progress")
+            echo(f"  apply {model.apply_id} in progress")
         for slot in model.slots:
-            typer.echo(
+            echo(
                 f"  slot {slot.slot}: {slot.state}, version {slot.version or 'none'}, "
                 f"{size(slot.used_bytes)} of {size(slot.reserved_bytes)}, {slot.leases} readers"
             )
         for push in model.pushes:
-            typer.echo(
+            echo(
                 f"  push {push.push_id}: version {push.version}, {size(push.received_bytes)} of "
                 f"{size(push.declared_bytes)}, {push.streams} streams"
                 + (", unchecked" if push.layout_check is types.LayoutCheck.UNCHECKED else "")
@@ -262,12 +267,22 @@ def show_status(status: types.Status) -> None:
             )
 
 
+def _client_runs(runs: tuple[types.ClientRun, ...]) -> None:
+    # Each `weightsync push` is a run of its own: those of one version say nothing of who pushes.
+    shown = [run for at, run in enumerate(runs) if not at or run.versions > 1 or run.has_epoch]
+    if len(shown) < 2:
+        return
+    for run in shown:
+        holds = ", has the epoch" if run.has_epoch else ""
+        echo(f"  run {run.client_run}: {run.versions} versions, newest {run.newest_version}{holds}")
+
+
 def _versions(model: types.ModelStatus) -> None:
     live = _each(model.live_version, (one.live_version for one in model.engines))
     back = _each(model.rollback_version, (one.rollback_version for one in model.engines))
     if model.rollback_version and not model.rollback_resident:
         back += " (from the store)"
-    typer.echo(
+    echo(
         f"model {model.model}: live {live}, newest "
         f"{model.newest_version or 'none'}, rollback to {back}"
     )
@@ -281,9 +296,9 @@ def _each(common: int, versions: Iterable[int]) -> str:
 def _engine(engine: types.EngineStatus, name: str, indent: str) -> None:
     reason = f" ({engine.reason})" if engine.reason else ""
     vllm = f" vLLM {engine.vllm_version}" if engine.vllm_version else ""
-    typer.echo(f"  engine{name} {engine.state}{reason} {engine.kind}{vllm}")
+    echo(f"  engine{name} {engine.state}{reason} {engine.kind}{vllm}")
     for warning in engine.warnings:
-        typer.echo(f"{indent}WARNING {warning}")
+        echo(f"{indent}WARNING {warning}")
     _ranks(engine.ranks, indent)
 
 

@@ -15,6 +15,7 @@ from weightsync_client import train_types as types
 from weightsync_client.cli import render
 from weightsync_client.cli.cli_options import Address, Json, Model, connect
 from weightsync_client.cli.interrupts import explain_interrupt
+from weightsync_client.cli.plain_text import echo
 from weightsync_client.errors import ClientError, refuse
 from weightsync_client.options import DEFAULT_ADDRESS
 
@@ -81,7 +82,7 @@ def cancel(
     """End a job that waits or runs. What it has committed stays, what it has not is taken back."""
     with connect(address, model) as client:
         client.cancel_train(job_id)
-    typer.echo(f"job {job_id} is cancelled")
+    echo(f"job {job_id} is cancelled")
 
 
 def checkpoint(
@@ -108,9 +109,9 @@ def checkpoint(
         render.show_json(result)
         return
     where = f"; on the server's host it lies in {result.path}" if result.path else ""
-    typer.echo(f"version {result.version} is durable{where}")
+    echo(f"version {result.version} is durable{where}")
     if result.missing:
-        typer.echo(result.missing, err=True)
+        echo(result.missing, err=True)
 
 
 @contextlib.contextmanager
@@ -119,7 +120,7 @@ def _showing_traceback() -> Iterator[None]:
         yield
     except ClientError as error:
         if traceback := error.metadata.get("traceback"):
-            typer.echo(traceback.rstrip(), err=True)
+            echo(traceback.rstrip(), err=True, lines=True)
         raise
 
 
@@ -161,7 +162,7 @@ def _show_progress(one: types.TrainProgress) -> None:
             )
         case _:
             return
-    typer.echo(line)
+    echo(line)
 
 
 def _facts(one: types.TrainProgress) -> str:
@@ -178,13 +179,13 @@ def _show_status(found: types.TrainStatus) -> None:
         # It is over.
         reason, again = "", again + (f", last because {reason}" if reason else "")
     standing = f"{found.state} ({reason})" if reason else found.state
-    typer.echo(f"trainer {standing}{process}{again}")
-    typer.echo(f"  optimizer: {_state(found.state_version)}")
+    echo(f"trainer {standing}{process}{again}")
+    echo(f"  optimizer: {_state(found.state_version)}")
     if found.running_job_id:
-        typer.echo(f"  job {found.running_job_id} runs, {found.running_steps} steps done")
+        echo(f"  job {found.running_job_id} runs, {found.running_steps} steps done")
     for job_id in found.queued_job_ids:
-        typer.echo(f"  job {job_id} waits")
-    typer.echo(
+        echo(f"  job {job_id} waits")
+    echo(
         f"  since the server started: {found.finished} ended well, {found.failed} failed, "
         f"{found.cancelled} cancelled"
     )

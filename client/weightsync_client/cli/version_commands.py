@@ -14,6 +14,7 @@ from weightsync_client import types
 from weightsync_client.cli import render
 from weightsync_client.cli.cli_options import Address, EngineName, Json, Model, Version, connect
 from weightsync_client.cli.exit_codes import ExitCode
+from weightsync_client.cli.plain_text import echo
 from weightsync_client.errors import refuse
 from weightsync_client.options import DEFAULT_ADDRESS
 
@@ -70,7 +71,7 @@ def pull(
     if json:
         render.show_json(result)
     else:
-        typer.echo(
+        echo(
             f"version {result.version.version} in {folder}: {len(result.files)} files, "
             f"{render.size(result.size_bytes)}, content {result.version.content_digest}"
         )
@@ -129,7 +130,7 @@ def status(
     if json:
         render.show_json({"service": service or "", "serving": serving})
     else:
-        typer.echo(f"{service or 'server'}: {'serving' if serving else 'not serving'}")
+        echo(f"{service or 'server'}: {'serving' if serving else 'not serving'}")
     if exit_code and not serving:
         raise typer.Exit(ExitCode.UNAVAILABLE)
 
@@ -164,4 +165,4 @@ def delete(
     """Delete a version. Refused if it is live, staged for an apply, pinned or a base."""
     with connect(address, model) as client:
         client.delete(version, force=force)
-    typer.echo(f"version {version} deleted")
+    echo(f"version {version} deleted")

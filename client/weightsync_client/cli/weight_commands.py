@@ -26,6 +26,7 @@ from weightsync_client.cli.cli_options import (
     set_pause,
 )
 from weightsync_client.cli.interrupts import explain_interrupt
+from weightsync_client.cli.plain_text import echo
 from weightsync_client.errors import refuse
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
@@ -69,10 +70,14 @@ def push(
         int, typer.Option(min=0, max=MAX_VERSION, help="Its number; 0: the next.")
     ] = 0,
     epoch: Annotated[
-        int, typer.Option(min=0, max=MAX_VERSION, help="The writer's epoch; 0: the newest.")
+        int, typer.Option(min=0, max=MAX_VERSION, help="From `weightsync epoch`; 0: the newest.")
     ] = 0,
     metadata: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE kept with the version; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="KEY=VALUE kept with the version; repeatable. With run_id=NAME the pushes of a "
+            "shell loop count as one run when two loops push in turn."
+        ),
     ] = None,
     streams: Annotated[int, typer.Option(min=1, help="Streams that send at the same time.")] = 1,
     base: Annotated[
@@ -92,6 +97,16 @@ def push(
             min=0, max=MAX_VERSION, help="With --partial: the version they are of; 0: the live one."
         ),
     ] = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto: cast floats to the engine's dtypes; exact: refuse a push that needs a "
+            "cast; keep: send tensors unchanged."
+        ),
+    ] = "auto",
+    check_finite: Annotated[
+        bool, typer.Option("--check-finite", help="Refuse NaN and infinity, by tensor.")
+    ] = False,
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
@@ -99,7 +114,12 @@ def push(
 ) -> None:
     """Push a version. It is committed and verified when this ends well, or not there at all."""
     options = PushOptions(
-        version=version, epoch=epoch, metadata=_metadata(metadata or []), streams=streams
+        version=version,
+        epoch=epoch,
+        metadata=_metadata(metadata or []),
+        streams=streams,
+        dtype=dtype,
+        check_finite=check_finite,
     )
     options["delta"] = "never" if base is None else "auto"
     if base is not None and partial:
@@ -199,9 +219,9 @@ def rollback(
         return
     render.show_apply(result.report)
     if result.rejected_version:
-        typer.echo(f"version {result.rejected_version} is now rejected")
+        echo(f"version {result.rejected_version} is now rejected")
     else:
-        typer.echo("the version that was left could not be marked rejected", err=True)
+        echo("the version that was left could not be marked rejected", err=True)
 
 
 def epoch(
@@ -211,10 +231,14 @@ def epoch(
     model: Model = None,
     json: Json = False,
 ) -> None:
-    """Become the writer. Pushes under older epochs are refused from then on."""
+    """Become the writer: pushes under older epochs are refused from then on.
+
+    Give the number to each push (`weightsync push DIR --epoch N`): a command is a run of its own.
+    Once one has been committed under it, pushes of other runs without an epoch are refused, too.
+    """
     with connect(address, model) as client:
         number = client.acquire_epoch(holder)
-    render.show_json({"epoch": number}) if json else typer.echo(str(number))
+    render.show_json({"epoch": number}) if json else echo(str(number))
 
 
 def abort(
@@ -226,4 +250,4 @@ def abort(
     """Drop an open push and free its slot."""
     with connect(address, model) as client:
         client.abort(push_id)
-    typer.echo(f"push {push_id} dropped")
+    echo(f"push {push_id} dropped")

@@ -43,8 +43,7 @@ def __getattr__(name: str) -> Any:
     module, package, install = _ADAPTERS[name]
     if importlib.util.find_spec(package) is None:
         raise ImportError(
-            f"{name} needs {package}, which is not installed here; install it with "
-            f"`pip install {install}`",
+            f"run `pip install {install}`: {name} needs {package}",
             name=package,
         )
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -41,8 +41,9 @@ class WeightSyncTransfer:
     what training began with, as after another run, `"base"` has to name a version that is. A PEFT
     model comes in full, with its adapters merged.
 
-    The dtype is the one that TRL trains in, float32 by default. It must be the served checkpoint's:
-    `AsyncGRPOConfig(dtype="bfloat16")`.
+    TRL trains in float32 by default. Each tensor is cast to the dtype of the server's engine, once
+    that is proved. To a server without one (`--engine none`) it is sent as it is: train in the
+    checkpoint's dtype for that, `AsyncGRPOConfig(dtype="bfloat16")`.
 
     TRL tells neither the step nor what is sent again, so each transfer is a new version. Its
     metadata is `run_id` and `sync`, the number of the transfer: 1 is the one as training begins;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +14,20 @@ from weightsync_client.push.warmup import Warmup
 from weightsync_client.push_reasons import Way
 from weightsync_client.snapshot.link_speed import LinkSpeed
 from weightsync_client.snapshot.snapshot_store import SnapshotStore, read_snapshot
+from weightsync_client.source.casting import Casting
 from weightsync_client.source.layout_cache import LayoutCache
 
 if TYPE_CHECKING:
+    from weightsync_client.options import PushOptions
+    from weightsync_client.rpc.engine_layout import EngineLayout
+    from weightsync_client.rpc.retry import RetryingCalls
     from weightsync_client.source.source import Source
     from weightsync_client.transport.protocol import Sent
     from weightsync_client.types import PushResult, Version
 
 __all__ = ["PushHistory"]
+
+logger = logging.getLogger(__name__)
 
 
 class PushHistory:
@@ -43,6 +50,10 @@ class PushHistory:
         self.server_copies = False
         #: It was tried whether the server does that.
         self.tried = False
+        #: What the engines held when this client last asked, also where nobody knows it since.
+        self.engine_layout: EngineLayout | None = None
+        #: The log says that tensors are cast.
+        self.cast_logged = False
         #: It had no memory for the changes of several processes, beside that for a version.
         self.server_lacks_room = False
 
@@ -57,6 +68,42 @@ class PushHistory:
         self.server_copies = sent.by_server and not result.durable
         if sent.way is Way.STREAM:
             self.link_speed.note(result.sent_bytes, seconds)
+
+    def casting(self, options: PushOptions, calls: RetryingCalls | None, model: str) -> Casting:
+        """Return how the tensors of a push are sent.
+
+        Args:
+            options: Of the push.
+            calls: Ask the server what the engines hold now; None: what they held when it was last
+                asked has to do, and nothing is refused for that.
+            model: Name of the model.
+
+        Raises:
+            ClientError: The server does not tell.
+        """
+        mode, finite = options.get("dtype", "auto"), bool(options.get("check_finite"))
+        if mode == "keep" or (calls is None and mode != "auto"):
+            return Casting(finite=finite)
+        if calls is not None:
+            # One that is away comes back as it was, as far as anybody knows. Nothing is told either
+            # where several engines hold different tensors, which the answer cannot say: what was
+            # known of them is kept then, too, and their server refuses what one of them does not
+            # take.
+            self.engine_layout = (
+                calls.engine_layout(model, self.engine_layout) or self.engine_layout
+            )
+        return Casting(self.engine_layout, exact=mode == "exact", finite=finite)
+
+    def tell_cast(self, casting: Casting) -> None:
+        """Have the log tell, once, that tensors are cast."""
+        if casting.cast.total and not self.cast_logged:
+            self.cast_logged = True
+            logger.info(
+                "weightsync: pushes are cast to the dtypes of the engine (%d tensors, such as %s); "
+                "use dtype='exact' to refuse such pushes, or dtype='keep' to send tensors "
+                "unchanged",
+                *casting.cast,
+            )
 
     def hold(self, source: Source, versions: Callable[[], list[Version]]) -> Version:
         """Take a copy of what the server holds as a version, for the next delta.

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from weightsync.errors import Reason
 from weightsync.model.digest import signature_of
 from weightsync_client.errors import ClientError, refuse
+from weightsync_client.rpc import calls
 from weightsync_client.rpc.validate import whole_number
 from weightsync_client.rpc.version_tensors import version_tensors
 from weightsync_client.snapshot.snapshot import BaseVersion
+from weightsync_client.types import Serving
 
 if TYPE_CHECKING:
     from weightsync_client.options import PushOptions, Timeouts
@@ -46,14 +48,40 @@ def check_part(options: PushOptions) -> None:
         )
 
 
-def named_base(options: PushOptions, history: PushHistory) -> NamedBase:
+def _wanted(
+    options: PushOptions, history: PushHistory, invoke: Invoke, timeouts: Timeouts, model: str
+) -> int:
+    """Return the base that the caller names, or the default one; 0: the live version.
+
+    What was rejected is no default: its tensors would be refused again, or served all the same.
+    """
+    if wanted := options.get("base", 0):
+        return wanted
+    if history.committed:
+        try:
+            version, _, _ = invoke(calls.get_version(model, history.committed, timeouts))
+        except ClientError as error:
+            if error.reason is not Reason.VERSION_UNKNOWN:
+                raise
+        else:
+            if version.serving is Serving.REJECTED:
+                return 0
+    return history.committed
+
+
+def named_base(
+    options: PushOptions, history: PushHistory, invoke: Invoke, timeouts: Timeouts, model: str
+) -> NamedBase:
     """Return the version that the caller names, else the last one that this client has committed.
 
     Args:
         options: Of the push.
         history: Of the client.
+        invoke: Sends unary calls.
+        timeouts: Of the client.
+        model: Name of the model.
     """
-    wanted = options.get("base", 0) or history.committed
+    wanted = _wanted(options, history, invoke, timeouts, model)
     return NamedBase(wanted, history.committed_digest if wanted == history.committed else "")
 
 
@@ -62,8 +90,8 @@ def base_of_part(
 ) -> BaseVersion:
     """Return the version whose tensors stay where the push has none.
 
-    It is the one that the caller names, else the last one that this client has committed, else the
-    live one. Where this client holds a copy of it, that is compared with.
+    It is the one that the caller names, else the last one that this client has committed and nobody
+    has rejected, else the live one. Where this client holds a copy of it, that is compared with.
 
     Args:
         options: Of the push.
@@ -75,7 +103,7 @@ def base_of_part(
     Raises:
         ClientError: VERSION_UNKNOWN: there is no such version, or none is live yet.
     """
-    wanted = options.get("base", 0) or history.committed
+    wanted = _wanted(options, history, invoke, timeouts, model)
     copied = history.snapshot.current
     if copied is not None and wanted == copied.version:
         return copied

@@ -15,12 +15,13 @@ from weightsync.wire.addresses import is_private
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.push.callbacks import SourceRelease
+from weightsync_client.push.joint_errors import explain_base, explain_cast, explain_lacking
 from weightsync_client.push.partial import base_of_part, check_part, named_base
 from weightsync_client.push.request import RequestTemplate
 from weightsync_client.push.session import NOTHING_SENT, PushSession
 from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
 from weightsync_client.rpc.retry import Invoke, RetryingCalls
-from weightsync_client.rpc.validate import whole_number
+from weightsync_client.rpc.validate import flag, whole_number
 from weightsync_client.snapshot.copy_budget import roomy
 from weightsync_client.snapshot.snapshot import Snapshot
 from weightsync_client.transport.shm_transport import why_streamed
@@ -124,6 +125,8 @@ class PushPolicy:
             _check_writer(options)
         allowed = ("auto", "always", "never")
         self._compress = _choice("compress", options.get("compress", "auto"), allowed)
+        _choice("dtype", options.get("dtype", "auto"), ("auto", "exact", "keep"))
+        flag("check_finite", options.get("check_finite", False))
         _choice("same_host", options.get("same_host", "auto"), ("auto", "write", "never"))
         self._link = link
         self._invoke = invoke
@@ -153,10 +156,17 @@ class PushPolicy:
         started = time.monotonic()
         try:
             with self._turn():
+                self._cast()
                 self._source.ready()
                 result = self._sent_as_wanted()
                 self._history.committed = result.version
                 self._history.committed_digest = result.content_digest
+                self._history.tell_cast(self._source.casting)
+        except ClientError as error:
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(self._push.state if self._push else NOTHING_SENT)
             raise
@@ -164,7 +174,8 @@ class PushPolicy:
             self._source.release()
             if self._source.flow is not None:
                 self._source.flow.close()
-        return replace(result, seconds=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return replace(result, seconds=seconds, cast=self._source.casting.cast.total)
 
     def cancel(self) -> None:
         """End the push from another thread; `run` then raises AbortedError."""
@@ -172,6 +183,27 @@ class PushPolicy:
             self._stop.set()
             if self._push is not None:
                 self._push.cancel()
+
+    def _cast(self) -> None:
+        """Have the tensors sent in the dtypes that the engine has by now."""
+        calls = RetryingCalls(self._link, self._invoke, self._retry, self._stop)
+        casting = self._history.casting(self._options, calls, self._template.model)
+        if casting.layout is not self._source.casting.layout:
+            self._source = self._source.cast(casting)
+
+    def _explained(self, error: ClientError) -> ClientError:
+        """Return why several processes contradict each other, as far as this one knows."""
+        if self._source.writer is None or error.reason is not Reason.LAYOUT_INVALID:
+            return error
+        now = None
+        if self._options.get("dtype", "auto") == "auto":
+            calls = RetryingCalls(self._link, self._invoke, self._retry, self._stop)
+            with contextlib.suppress(ClientError):
+                now = calls.engine_layout(self._template.model, self._source.casting.layout)
+        explained = explain_cast(error, self._source, now)
+        if explained is not error or self._options.get("partial"):
+            return explained
+        return explain_lacking(error, self._source, self._history.engine_layout)
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         if self._ticket is None:
@@ -290,8 +322,21 @@ class PushPolicy:
 
     def _joint_part(self) -> PushResult:
         """Send what this process holds of some tensors; the server keeps all others."""
-        push = self._begin(self._source, base=named_base(self._options, self._history))
-        result = push.run()
+        facts = self._options, self._history, self._invoke, self._link.timeouts
+        base = named_base(*facts, self._template.model)
+        push = self._begin(self._source, base=base)
+        try:
+            result = push.run()
+        except ClientError as error:
+            if error.reason is not Reason.LAYOUT_INVALID:
+                raise
+            now = base
+            with contextlib.suppress(ClientError):
+                now = named_base(*facts, self._template.model)
+            explained = explain_base(error, base, now)
+            if explained is error:
+                raise
+            raise explained from error
         return replace(result, kind=PushKind.DELTA, base_version=push.base_version)
 
     def _refuse_slower(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client.rpc.client_run import client_run
 from weightsync_client.rpc.validate import metadata, text, whole_number
 
 if TYPE_CHECKING:
@@ -94,4 +95,5 @@ class RequestTemplate:
             writer=writer.number if writer else 0,
             partial=base is not None,
             base_version=base.version if base else 0,
+            client_run=client_run(),
         )

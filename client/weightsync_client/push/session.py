@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import threading
 import time
 from collections.abc import Collection, Sequence
 
@@ -40,6 +42,8 @@ from weightsync_client.transport.shm_transport import why_streamed
 from weightsync_client.types import PushResult
 
 __all__ = ["NOTHING_SENT", "PushSession"]
+
+logger = logging.getLogger(__name__)
 
 NOTHING_SENT = "nothing was sent, and no version was made"
 _UNKNOWN = (
@@ -134,6 +138,7 @@ class PushSession:
                 raise
             else:
                 self.state = f"version {reply.version} is committed"
+                _tell_other_run(reply)
                 return self._result(reply, time.monotonic() - started)
 
     def _may_restart(self, error: ClientError) -> bool:
@@ -149,6 +154,15 @@ class PushSession:
         self._calls.stop.set()
         for transport in self._transports:
             transport.cancel()
+        if self._commit_asked and self._push_id and self._source.writer is not None:
+            # It may wait for other processes, for as long as a commit may take. Who cancels does
+            # not wait for the answer: it may be an event loop.
+            threading.Thread(
+                target=self._calls.abort,
+                args=(self._push_id, "it was cancelled"),
+                name="abort push",
+                daemon=True,
+            ).start()
 
     def _check_cancelled(self) -> None:
         if self._calls.stop.is_set():
@@ -163,6 +177,7 @@ class PushSession:
         # What is committed is nothing to abort.
         self._push_id = "" if self.joined else reply.push_id
         # Should this have to begin again, it is for the same version and under the same epoch.
+        self._request.epoch_assigned |= not self._request.epoch
         self._request.version, self._request.epoch = reply.version, reply.epoch
         if reply.base_version:
             self._request.base_version = reply.base_version
@@ -260,7 +275,9 @@ class PushSession:
         # Of several processes none knows it.
         digest = self._content_digest(done) if self._source.writer is None else ""
         self._commit_asked = True
-        reply = self._calls.commit(self._push_id, digest, len(done))
+        self._check_cancelled()
+        cast = self._source.casting.cast.total
+        reply = self._calls.commit(self._push_id, digest, len(done), cast)
         if digest and reply.content_digest != digest:
             raise refuse(
                 Reason.DATA_CORRUPT,
@@ -283,6 +300,9 @@ class PushSession:
             dense_bytes=reply.size_bytes,
             way=self.sent.way,
             way_reason=self.sent.reason or "",
+            other_run=reply.other_run,
+            other_version=reply.other_version,
+            runs_alternate=reply.runs_alternate,
         )
 
     def _clean_up(self, error: BaseException) -> None:
@@ -304,3 +324,19 @@ class PushSession:
         lacking = isinstance(error, ClientError) and error.reason is Reason.BASE_MISMATCH
         joint = self._source.writer is not None and self._source.delta is not None
         return lacking and joint and not self._release.done
+
+
+def _tell_other_run(reply: pb.CommitPushResponse) -> None:
+    if reply.runs_alternate:
+        logger.warning(
+            "version %d came from another run, %s, between those of this one: two trainers push; "
+            "stop one of them, or have the right one call acquire_epoch()",
+            reply.other_version,
+            reply.other_run,
+        )
+    elif reply.other_run:
+        logger.info(
+            "version %d, before this one, came from another run, %s",
+            reply.other_version,
+            reply.other_run,
+        )

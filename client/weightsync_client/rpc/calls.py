@@ -25,6 +25,7 @@ from weightsync_client.options import (
     Timeouts,
 )
 from weightsync_client.rpc import convert
+from weightsync_client.rpc.client_run import client_run
 from weightsync_client.rpc.validate import flag, seconds, text, whole_number
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "begin_push",
     "commit_push",
     "delete_version",
+    "get_engine_layout",
     "get_push",
     "get_status",
     "get_version",
@@ -141,9 +143,11 @@ def most_unavailable(number: int) -> int:
     return min(whole_number("max_unavailable", number), _MOST_UNAVAILABLE)
 
 
-def attach(model: str, engine: str, timeouts: Timeouts) -> Call[attach_pb2.AttachResponse]:
+def attach(
+    model: str, engine: str, job: str, timeouts: Timeouts
+) -> Call[attach_pb2.AttachResponse]:
     """Ask for what opens an engine's live parameters."""
-    request = attach_pb2.AttachRequest(model=model, engine=text("engine", engine))
+    request = attach_pb2.AttachRequest(model=model, engine=text("engine", engine), job=job)
     return Call("Attach", request, timeouts.begin_s, _ident, attach_pb2_grpc.AttachServiceStub)
 
 
@@ -167,7 +171,7 @@ def made_key(key: str | None) -> str:
 
 def acquire_epoch(model: str, holder: str, timeouts: Timeouts) -> Call[int]:
     """Make the caller the writer."""
-    request = pb.AcquireEpochRequest(model=model, holder=holder)
+    request = pb.AcquireEpochRequest(model=model, holder=holder, client_run=client_run())
     return Call("AcquireEpoch", request, timeouts.call_s, lambda m: int(m.epoch))
 
 
@@ -176,13 +180,8 @@ def begin_push(request: pb.BeginPushRequest, timeouts: Timeouts) -> Call[pb.Begi
     return Call("BeginPush", request, timeouts.begin_s, _ident)
 
 
-def commit_push(
-    push_id: str, content_digest: str, shard_count: int, timeouts: Timeouts, writer: int = 0
-) -> Call[pb.CommitPushResponse]:
+def commit_push(request: pb.CommitPushRequest, timeouts: Timeouts) -> Call[pb.CommitPushResponse]:
     """Commit a push."""
-    request = pb.CommitPushRequest(
-        push_id=push_id, content_digest=content_digest, shard_count=shard_count, writer=writer
-    )
     return Call("CommitPush", request, timeouts.commit_s, _ident)
 
 
@@ -265,6 +264,14 @@ def get_version(
         return convert.to_version(m.version), tensors, m.next_page_token
 
     return Call("GetVersion", request, timeouts.call_s, read)
+
+
+def get_engine_layout(
+    model: str, known: str, page_token: str, timeouts: Timeouts
+) -> Call[pb.GetEngineLayoutResponse]:
+    """Ask for a page of what the engines hold, unless that is what is known."""
+    request = pb.GetEngineLayoutRequest(model=model, known_signature=known, page_token=page_token)
+    return Call("GetEngineLayout", request, timeouts.call_s, _ident)
 
 
 def watch_versions(model: str, timeouts: Timeouts) -> Call[types.VersionChange]:

@@ -274,7 +274,15 @@ def _model(m: pb.ModelStatus) -> types.ModelStatus:
         pushes=tuple(map(_push, m.pushes)),
         apply_id=m.apply_id,
         engines=tuple(map(_engine, m.engines)),
+        client_runs=tuple(
+            types.ClientRun(r.client_run, r.newest_version, r.versions, r.has_epoch)
+            for r in m.client_runs
+        ),
     )
+
+
+def _disk(m: pb.DiskStatus) -> types.DiskStatus:
+    return types.DiskStatus(m.folder, m.path, m.free_bytes, m.used_bytes, m.error)
 
 
 def to_status(m: pb.GetStatusResponse) -> types.Status:
@@ -290,4 +298,5 @@ def to_status(m: pb.GetStatusResponse) -> types.Status:
         store=m.store,
         durable=m.durable,
         invariant_violations=dict(m.invariant_violations),
+        disks=tuple(map(_disk, m.disks)),
     )

@@ -11,13 +11,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from weightsync.errors import Reason
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import ClientError, passing
 from weightsync_client.options import Retry
 from weightsync_client.rpc import calls
+from weightsync_client.rpc.engine_layout import engine_layout
 
 if TYPE_CHECKING:
-    from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.rpc.channels import Link
+    from weightsync_client.rpc.engine_layout import EngineLayout
 
 __all__ = ["Backoff", "Invoke", "RetryingCalls", "call_again", "call_again_async"]
 
@@ -185,6 +187,21 @@ class RetryingCalls:
         self._persist(calls.abort_push(other, self._timeouts))
         return self._persist(call)
 
+    def engine_layout(self, model: str, known: EngineLayout | None) -> EngineLayout | None:
+        """Return what the engines hold; None: that is not known, or this server does not tell.
+
+        Args:
+            model: Name of the model.
+            known: What they held when they were last asked; it is returned if they still do.
+        """
+        try:
+            return engine_layout(self._persist, self._timeouts, model, known)
+        except ClientError as error:
+            if error.reason is not Reason.NOT_SUPPORTED:
+                raise
+            # An older server.
+            return None
+
     def get(self, push_id: str, stop: threading.Event | None = None) -> pb.GetPushResponse:
         """Return how far a push has come.
 
@@ -194,10 +211,23 @@ class RetryingCalls:
         """
         return self._persist(calls.get_push(push_id, self._timeouts, self._writer), stop)
 
-    def commit(self, push_id: str, digest: str, shards: int) -> pb.CommitPushResponse:
-        """Commit a push."""
-        call = calls.commit_push(push_id, digest, shards, self._timeouts, self._writer)
-        return self._persist(call)
+    def commit(self, push_id: str, digest: str, shards: int, cast: int) -> pb.CommitPushResponse:
+        """Commit a push.
+
+        Args:
+            push_id: Its name.
+            digest: Content digest of what was sent; empty: not known.
+            shards: How many there are.
+            cast: Tensors that were cast.
+        """
+        request = pb.CommitPushRequest(
+            push_id=push_id,
+            content_digest=digest,
+            shard_count=shards,
+            writer=self._writer,
+            cast_tensors=cast,
+        )
+        return self._persist(calls.commit_push(request, self._timeouts))
 
     def abort(self, push_id: str, reason: str = "") -> ClientError | None:
         """Try for a few seconds to drop a push; return why it may still be there."""

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from weightsync.shm.free_memory import available_bytes
+from weightsync.free_memory import available_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

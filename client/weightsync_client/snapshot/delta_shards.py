@@ -158,7 +158,7 @@ class DeltaShards(Iterable[Shard]):
             )
         raise Unfit(
             Fallback.LAYOUT_CHANGED,
-            f"version {self._base.version} has no {tensor.name!r} of that dtype and shape",
+            f"version {self._base.version} has no {tensor.label} of that dtype and shape",
         )
 
     def _refuse_missing(self) -> None:

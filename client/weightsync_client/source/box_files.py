@@ -50,7 +50,7 @@ def assembled(files: Sequence[tuple[Path, Shard]]) -> list[SourceTensor] | None:
         InvalidError: Parts of a tensor are missing, overlap or are of two dtypes, or the metadata
             is damaged.
     """
-    offsets = [_offsets(path) for path, _ in files]
+    offsets = [_offsets(path, shard.entry.size) for path, shard in files]
     if not any(any(at) for of_file in offsets for at in of_file.values()):
         return None
     if len(files) == 1:
@@ -68,9 +68,9 @@ def _refused(path: Path, problem: str) -> Exception:
     return refuse(Reason.LAYOUT_INVALID, f"{path} {problem}")
 
 
-def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
+def _offsets(path: Path, size: int) -> Mapping[str, tuple[int, ...]]:
     """Return where the tensors of a file begin in the whole ones, as far as it tells."""
-    _, header = file_header(path)
+    header = file_header(path, size)
     if _INFO.encode() not in header:
         return {}
     try:

@@ -14,6 +14,7 @@ from weightsync_client.source.weight_sources import Pairs
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import Layout
+    from weightsync_client.source.casting import Casting
     from weightsync_client.source.layout_cache import LayoutCache
     from weightsync_client.source.shards import Shard
 
@@ -42,6 +43,7 @@ class Declaration:
         layout: See `Declared`.
         shard_bytes: Most bytes of tensors in a shard that holds more than one.
         layouts: Knows how the tensors of the last push lay.
+        casting: How they are sent; None: as they are.
 
     Attributes:
         shards: Its shards, without bytes.
@@ -51,12 +53,21 @@ class Declaration:
         InvalidError: It is no layout.
     """
 
-    def __init__(self, layout: Iterable[Any], shard_bytes: int, layouts: LayoutCache) -> None:
+    def __init__(
+        self,
+        layout: Iterable[Any],
+        shard_bytes: int,
+        layouts: LayoutCache,
+        casting: Casting | None = None,
+    ) -> None:
         self._expected = [_entry(about) for about in layout]
         self._seen = 0
         self.shards: Sequence[Shard]
         self.layout: Layout
-        self.shards, self.layout = layouts.shards_of(self._expected, shard_bytes)
+        sent = self._expected
+        if casting is not None:
+            sent = [casting.declared(tensor) for tensor in sent]
+        self.shards, self.layout = layouts.shards_of(sent, shard_bytes)
 
     def check(self, tensor: SourceTensor) -> None:
         """Refuse a tensor that is not the next one.

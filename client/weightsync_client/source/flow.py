@@ -10,7 +10,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
-from weightsync_client.errors import refuse
+from weightsync.model.layout import check_count
+from weightsync_client.errors import refuse, typed_errors
+from weightsync_client.source.casting import Casting
 from weightsync_client.source.copy_memory import CopyMemory
 from weightsync_client.source.shards import Shard, cut, tensor_shard
 from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
@@ -35,21 +37,20 @@ class Flow(Iterator[SourceTensor]):
     Args:
         pairs: Names and tensors.
         shard_bytes: Where the tensors are cut into shards.
-        declared: What has to come; None: nobody knows.
 
     Attributes:
         failed: It gave no tensor where one was due, but an error.
-        declared: As above.
+        declared: What has to come; None: nobody knows.
+        casting: How they are sent.
     """
 
-    def __init__(
-        self, pairs: Iterator[object], shard_bytes: int, declared: Declaration | None = None
-    ) -> None:
+    def __init__(self, pairs: Iterator[object], shard_bytes: int) -> None:
         self._pairs = pairs
         self._seen: set[str] = set()
         self._memory, self._scratch = CopyMemory(), Scratch(views=True)
         self.shard_bytes = shard_bytes
-        self.declared = declared
+        self.declared: Declaration | None = None
+        self.casting = Casting()
         self.failed = False
 
     def __next__(self) -> SourceTensor:
@@ -66,9 +67,12 @@ class Flow(Iterator[SourceTensor]):
 
     def _copied(self, tensor: SourceTensor) -> SourceTensor:
         note_name(tensor.name, self._seen)
+        with typed_errors():
+            check_count(len(self._seen))
         if self.declared is not None:
             self.declared.check(tensor)
-        return tensor.copied(self._memory.take(tensor.size), self._scratch)
+        sent = self.casting.tensor(tensor)
+        return sent.copied(self._memory.take(sent.size), self._scratch)
 
     def shards(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from weightsync.model.layout import check_version
+from weightsync.model.layout import check_count, check_version
 from weightsync_client.errors import typed_errors
 from weightsync_client.source.shards import Frame, Shard, cut, frame_of
 
@@ -51,6 +51,8 @@ class LayoutCache:
         Raises:
             InvalidError: The layout is wrong.
         """
+        with typed_errors():
+            check_count(len(tensors))
         signature = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
         outline = self._last
         if outline is None or outline.shard_bytes != shard_bytes or outline.signature != signature:

@@ -31,6 +31,8 @@ _EXTRA_STATE = "_extra_state"
 _AROUND = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+    # Which has, besides, `n_averaged`.
+    ("torch.optim.swa_utils", "AveragedModel"),
 )
 
 
@@ -46,9 +48,10 @@ def module_tensors(
     """Return the tensors of a module as a checkpoint of it has them.
 
     Wrappers leave no trace in the names: DistributedDataParallel and DataParallel, torch.compile,
-    activation checkpointing, FSDP, DeepSpeed's engine. Of a model of transformers it is what its
-    `save_pretrained` writes: tied weights once, experts that it fused one by one, under the names
-    that they had. Those experts are copied for it, on their device; no other tensor is.
+    activation checkpointing, FSDP, DeepSpeed's engine, AveragedModel. Of a model of transformers
+    it is what its `save_pretrained` writes: tied weights once, experts that it fused one by one,
+    under the names that they had. Those experts are copied for it, on their device; no other
+    tensor is.
 
     Of FSDP1 and ZeRO-3, which lay tensors out in a row, it is what this process holds, where that
     lies, as `ShardedTensor`; the others are not needed for it.
@@ -97,7 +100,7 @@ def plain_name(name: str) -> str:
 
 
 def unwrapped(module: Any) -> Any:
-    """Return the model that whatever takes care of its processes, or compiles it, wraps."""
+    """Return the model that whatever takes care of its processes, compiles or averages it wraps."""
     import torch
 
     around: tuple[type[Any], ...] = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel

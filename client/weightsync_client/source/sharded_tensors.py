@@ -95,7 +95,7 @@ def _whole(name: str, dtype: str, shape: Iterable[int]) -> SourceTensor:
 
 def _local(name: str, box: Box, tensor: SourceTensor) -> tuple[Box, SourceTensor]:
     # A process may hold several boxes of one tensor.
-    return box, replace(tensor, name=box_name(name, box))
+    return box, replace(tensor, name=box_name(name, box), title=f"tensor {name!r}{box}")
 
 
 def _described(name: str, value: ShardedTensor) -> BoxSource:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import json
 import os
+import stat
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from weightsync.errors import Reason
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.checkpoint_folder import (
+    CheckpointFolder,
+    open_checkpoint,
+    read_header,
+)
 from weightsync.model.layout import MAX_HEADER_BYTES, build_header, check_shard, parse_header
 from weightsync.model.manifest import ShardEntry, TensorEntry
 from weightsync_client.errors import ClientError, refuse, typed_errors
@@ -33,6 +40,7 @@ __all__ = [
     "file_shard",
     "file_tensors",
     "frame_of",
+    "open_shards",
     "pieces",
     "tensor_shard",
 ]
@@ -115,13 +123,13 @@ class _FileReader:
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise _unreadable(path, error) from None
         self._size = size
 
     def read(self, begin: int, end: int) -> list[Part]:
-        data = os.pread(self._fd, end - begin, begin)
+        data = os.pread(self.fd, end - begin, begin)
         if len(data) != end - begin:
             raise refuse(
                 Reason.SHARD_INVALID,
@@ -131,7 +139,7 @@ class _FileReader:
         return [data]
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 def file_tensors(path: Path, shard: Shard) -> Iterator[SourceTensor]:
@@ -181,26 +189,18 @@ def blob_shard(blob: memoryview, index: int, name: str) -> Shard:
     return Shard(index, entry, tensors, lambda _: _BlobReader(blob))
 
 
-def file_header(path: Path) -> tuple[int, bytes]:
-    """Return the size of a safetensors file and its header, which may be wrong.
+def file_header(path: Path, size: int) -> bytes:
+    """Return the header of a safetensors file of so many bytes, which may be wrong.
 
     Raises:
         InvalidError: The file cannot be read, or is too short.
     """
+    reader = _FileReader(path, size)
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header_size = int.from_bytes(file.read(8), "little")
-            header = file.read(min(header_size, MAX_HEADER_BYTES + 1))
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if size < 8 or 8 + header_size > size or header_size > MAX_HEADER_BYTES:
-        raise refuse(
-            Reason.SHARD_INVALID,
-            f"{path} is no safetensors file, or was cut: {size} bytes cannot hold a header "
-            f"of {header_size}; copy it again",
-        )
-    return size, header
+        with typed_errors():
+            return read_header(str(path), reader.fd, size)
+    finally:
+        reader.close()
 
 
 def file_shard(path: Path, index: int) -> Shard:
@@ -209,19 +209,60 @@ def file_shard(path: Path, index: int) -> Shard:
     Raises:
         InvalidError: The file cannot be read, or naming what is wrong with its header.
     """
-    size, header = file_header(path)
-    entry = ShardEntry(path.name, size, len(header))
-    with typed_errors():
-        declared = parse_header(header, index)
-        whole = entry.data_start + max((tensor.end for tensor in declared), default=0)
-        if size < whole:
-            raise refuse(
-                Reason.SHARD_INVALID,
-                f"{path} has {size} bytes, its header tells of {whole}: the file was cut; "
-                "copy it again",
-            )
-        tensors = check_shard(entry, declared)
-    return Shard(index, entry, tensors, lambda _: _FileReader(path, size))
+    ((_, shard),), _ = open_shards(path)
+    return replace(shard, index=index)
+
+
+def open_shards(
+    checkpoint: Path,
+) -> tuple[list[tuple[Path, Shard]], Callable[[], Sequence[Sequence[TensorEntry]]]]:
+    """Return the shards that the files of a checkpoint are, and a call for what is taken of each.
+
+    The call refuses tensors that two files hold and no index settles.
+
+    Args:
+        checkpoint: A safetensors file, or a folder; see `weightsync.model.checkpoint_folder`.
+
+    Raises:
+        InvalidError: A file cannot be read, or the folder holds no whole checkpoint.
+    """
+    try:
+        whole = stat.S_ISDIR(checkpoint.stat().st_mode)
+    except OSError as error:
+        raise _unreadable(checkpoint, error) from None
+    folder, names = (checkpoint, None) if whole else (checkpoint.parent, [checkpoint.name])
+    with _naming(folder):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            found = open_checkpoint(fd, names=names, keep_open=False)
+        finally:
+            os.close(fd)
+    files = []
+    for at, file in enumerate(found.files):
+        path = folder / file.name
+        opens = partial(_file_reader, path, file.size)
+        files.append((path, Shard(at, file.entry, file.tensors, opens)))
+    return files, partial(_chosen, folder, found)
+
+
+def _file_reader(path: Path, size: int, _: Scratch) -> _FileReader:
+    return _FileReader(path, size)
+
+
+def _chosen(folder: Path, found: CheckpointFolder) -> Sequence[Sequence[TensorEntry]]:
+    with _naming(folder):
+        return found.chosen()
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Name the folder in what is wrong with its files."""
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+    except WeightSyncError as error:
+        raise refuse(error.reason, f"{folder}: {error.message}") from None
 
 
 class TensorReader:

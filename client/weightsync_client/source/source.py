@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -17,13 +16,14 @@ from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.rpc.validate import whole_number
 from weightsync_client.source.box_files import assembled
 from weightsync_client.source.box_shards import box_shards
+from weightsync_client.source.casting import Casting
 from weightsync_client.source.declared import Declaration, Declared
 from weightsync_client.source.flow import Flow, drained_on_error, named, note_name, wrap_pair
 from weightsync_client.source.layout_cache import LayoutCache
 from weightsync_client.source.modules import is_module, module_tensors
 from weightsync_client.source.peft_models import has_adapters, merged_tensors
 from weightsync_client.source.sharded_tensors import box_source, is_sharded
-from weightsync_client.source.shards import Shard, file_shard, file_tensors
+from weightsync_client.source.shards import Shard, file_tensors, open_shards
 from weightsync_client.source.source_writer import own_rank
 from weightsync_client.source.tensors import SourceTensor, queued_work
 from weightsync_client.source.weight_sources import (
@@ -37,12 +37,12 @@ from weightsync_client.source.weight_sources import (
 if TYPE_CHECKING:
     import torch
 
+    from weightsync.model.manifest import TensorEntry
     from weightsync_client.source.sharded_tensors import BoxSource
     from weightsync_client.source.source_writer import SourceWriter
 
 __all__ = ["DeltaSource", "Flow", "PushSource", "Source", "make_source"]
 
-_INDEX = "model.safetensors.index.json"
 #: Iterables of these kinds have all of their tensors.
 _ALL_THERE = (list, tuple, ItemsView)
 
@@ -95,6 +95,8 @@ class Source:
         release: Undoes what was done to the caller's module for this, or reads an iterable to its
             end for other ranks; called when nothing is read of the tensors any more, from any
             thread, and more than once.
+        casting: How its tensors are sent.
+        remade: Returns the same, cast otherwise, before anything was read of it.
     """
 
     shards: Iterable[Shard]
@@ -105,6 +107,18 @@ class Source:
     writer: SourceWriter | None = None
     ready: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
+    casting: Casting = field(default_factory=Casting)
+    remade: Callable[[Casting], Source] | None = None
+
+    def cast(self, casting: Casting) -> Source:
+        """Return the same, its tensors sent in another way; nothing was read of it yet.
+
+        Raises:
+            InvalidError: One cannot be sent so.
+        """
+        if self.remade is None:
+            return self
+        return replace(self.remade(casting), ready=self.ready, release=self.release)
 
     @property
     def again(self) -> bool:
@@ -150,6 +164,14 @@ class _Writing(NamedTuple):
     together: bool
 
 
+class _Shaping(NamedTuple):
+    """How shards are made of tensors: at most how large, and as the last ones were."""
+
+    shard_bytes: int
+    layouts: LayoutCache
+    casting: Casting
+
+
 def make_source(
     source: object,
     shard_bytes: int,
@@ -158,6 +180,7 @@ def make_source(
     collective: bool = False,
     writer: Callable[[], SourceWriter] | None = None,
     together: bool = False,
+    casting: Casting | None = None,
 ) -> Source:
     """Return the shards of whatever the caller pushes; no weight byte is read yet.
 
@@ -173,23 +196,25 @@ def make_source(
         writer: Tells which of several processes this is, where tensors are held in part; None: they
             cannot be pushed so.
         together: Several processes push, whatever they hold.
+        casting: How tensors are sent, as far as is known by now; None: as they are.
 
     Raises:
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
     """
-    layouts, writing = layouts or LayoutCache(), _Writing(writer, together)
+    shaping = _Shaping(shard_bytes, layouts or LayoutCache(), casting or Casting())
+    writing = _Writing(writer, together)
     if isinstance(source, Declared) or is_weight_source(source) or _comes_in_turn(source):
-        return _of_flow(source, shard_bytes, layouts, writing, collective=collective)
-    shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
+        return _of_flow(source, shaping, writing, collective=collective)
+    shaping = shaping._replace(shard_bytes=whole_number("shard_bytes", shard_bytes, 1))
     if isinstance(source, (str, os.PathLike)):
         _check_alone(writing)
-        return _of_files(Path(source), shard_bytes, layouts)
+        return _of_files(Path(source), shaping)
     if is_module(source):
-        return _of_module(cast("torch.nn.Module", source), shard_bytes, layouts, writing)
+        return _of_module(cast("torch.nn.Module", source), shaping, writing)
     if isinstance(source, Mapping):
         source = source.items()
     if isinstance(source, _ALL_THERE):
-        return _of_pairs(source, shard_bytes, layouts, writing)
+        return _of_pairs(source, shaping, writing)
     hint = "a PyTorch module, a state dict, a path or name and tensor pairs"
     if hasattr(source, "state_dict"):
         hint = "its state_dict()"
@@ -205,14 +230,7 @@ def _comes_in_turn(source: object) -> bool:
     return isinstance(source, Iterable) and not (isinstance(source, others) or is_module(source))
 
 
-def _of_flow(
-    source: Any,
-    shard_bytes: int,
-    layouts: LayoutCache,
-    writing: _Writing,
-    *,
-    collective: bool,
-) -> Source:
+def _of_flow(source: Any, shaping: _Shaping, writing: _Writing, *, collective: bool) -> Source:
     given = source.pairs if isinstance(source, Declared) else source
     if is_weight_source(given):
         check_whole(given)
@@ -220,14 +238,24 @@ def _of_flow(
         collective = True
     pairs = full_pairs(given.items() if isinstance(given, Mapping) else given)
     with drained_on_error(pairs, collective=collective):
-        shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
+        shaping = shaping._replace(shard_bytes=whole_number("shard_bytes", shaping.shard_bytes, 1))
         _check_alone(writing)
-        declared = None
-        if isinstance(source, Declared):
-            declared = Declaration(source.layout, shard_bytes, layouts)
-        flow = Flow(pairs, shard_bytes, declared)
-    made = Source(flow.shards(), declared.layout if declared else None, flow=flow)
+        layout = list(source.layout) if isinstance(source, Declared) else None
+        flow = Flow(pairs, shaping.shard_bytes)
+        made = _of_shaped_flow(flow, layout, shaping)
     return replace(made, release=flow.drain) if collective else made
+
+
+def _of_shaped_flow(flow: Flow, layout: Sequence[object] | None, shaping: _Shaping) -> Source:
+    flow.declared = Declaration(layout, *shaping) if layout is not None else None
+    flow.casting = shaping.casting
+    return Source(
+        flow.shards(),
+        flow.declared.layout if flow.declared is not None else None,
+        flow=flow,
+        casting=shaping.casting,
+        remade=lambda casting: _of_shaped_flow(flow, layout, shaping._replace(casting=casting)),
+    )
 
 
 def _check_alone(writing: _Writing) -> None:
@@ -239,60 +267,60 @@ def _check_alone(writing: _Writing) -> None:
         )
 
 
-def _of_module(
-    module: torch.nn.Module,
-    shard_bytes: int,
-    layouts: LayoutCache,
-    writing: _Writing,
-) -> Source:
+def _of_module(module: torch.nn.Module, shaping: _Shaping, writing: _Writing) -> Source:
     if not has_adapters(module):
-        return _of_pairs(module_tensors(module).items(), shard_bytes, layouts, writing)
+        return _of_pairs(module_tensors(module).items(), shaping, writing)
     tensors, release = merged_tensors(module)
     try:
-        return replace(_of_pairs(tensors.items(), shard_bytes, layouts, writing), release=release)
+        return replace(_of_pairs(tensors.items(), shaping, writing), release=release)
     except BaseException:
         release()
         raise
 
 
-def _of_pairs(
-    pairs: Iterable[object],
-    shard_bytes: int,
-    layouts: LayoutCache,
-    writing: _Writing,
-) -> Source:
+def _of_pairs(pairs: Iterable[object], shaping: _Shaping, writing: _Writing) -> Source:
     pairs = list(pairs)
     if writing.writer is not None and (writing.together or any(map(_is_part, pairs))):
-        return _of_boxes(pairs, shard_bytes, layouts, writing.writer())
+        return _of_boxes(pairs, shaping, writing.writer())
     tensors = [wrap_pair(pair) for pair in pairs]
     seen: set[str] = set()
     for tensor in tensors:
         note_name(tensor.name, seen)
-    return _of_tensors(tensors, shard_bytes, layouts)
+    return _of_tensors(tensors, shaping)
 
 
 def _is_part(pair: object) -> bool:
     return isinstance(pair, tuple) and len(pair) == 2 and is_sharded(pair[1])
 
 
-def _of_boxes(
-    pairs: Iterable[object], shard_bytes: int, layouts: LayoutCache, writer: SourceWriter
-) -> Source:
+def _of_boxes(pairs: Iterable[object], shaping: _Shaping, writer: SourceWriter) -> Source:
     sources = [box_source(*named(pair), writer.number) for pair in pairs]
     seen: set[str] = set()
     for source in sources:
         note_name(source.whole.name, seen)
-    parts = [tensor for source in sources for _, tensor in source.boxes]
     if writer.count == 1:
         _check_whole_here(sources)
-        whole = [replace(s.boxes[0][1], name=s.whole.name) for s in sources]
-        return _of_tensors(whole, shard_bytes, layouts)
+        whole = [replace(s.boxes[0][1], name=s.whole.name, title="") for s in sources]
+        return _of_tensors(whole, shaping)
     # Each message, order and reply is of one writer's part of one shard.
-    shard_bytes *= min(writer.count, _PARTS)
-    shards, layout = layouts.shards_of([source.whole for source in sources], shard_bytes)
-    made = box_shards(shards, sources)
-    sent = tuple(local.bytes for shard in made for local in shard.sent)
-    return Source(made, layout, sent, writer=writer, ready=queued_work(parts))
+    shard_bytes = shaping.shard_bytes * min(writer.count, _PARTS)
+    return _of_parts(sources, shaping._replace(shard_bytes=shard_bytes), writer)
+
+
+def _of_parts(sources: Sequence[BoxSource], shaping: _Shaping, writer: SourceWriter) -> Source:
+    cast_sources = [shaping.casting.boxes(source) for source in sources]
+    whole = [source.whole for source in cast_sources]
+    shards, layout = shaping.layouts.shards_of(whole, shaping.shard_bytes)
+    made = box_shards(shards, cast_sources)
+    return Source(
+        made,
+        layout,
+        tuple(local.bytes for shard in made for local in shard.sent),
+        writer=writer,
+        ready=queued_work(tensor for source in sources for _, tensor in source.boxes),
+        casting=shaping.casting,
+        remade=lambda casting: _of_parts(sources, shaping._replace(casting=casting), writer),
+    )
 
 
 def _check_whole_here(sources: Sequence[BoxSource]) -> None:
@@ -305,48 +333,56 @@ def _check_whole_here(sources: Sequence[BoxSource]) -> None:
             )
 
 
-def _of_tensors(tensors: Sequence[SourceTensor], shard_bytes: int, layouts: LayoutCache) -> Source:
-    shards, layout = layouts.shards_of(tensors, shard_bytes)
-    return Source(shards, layout, tuple(tensors), ready=queued_work(tensors))
+def _of_tensors(tensors: Sequence[SourceTensor], shaping: _Shaping) -> Source:
+    sent = shaping.casting.all(tensors)
+    shards, layout = shaping.layouts.shards_of(sent, shaping.shard_bytes)
+    return Source(
+        shards,
+        layout,
+        tuple(sent),
+        ready=queued_work(tensors),
+        casting=shaping.casting,
+        remade=lambda casting: _of_tensors(tensors, shaping._replace(casting=casting)),
+    )
 
 
-def _of_files(path: Path, shard_bytes: int, layouts: LayoutCache) -> Source:
-    files = _files(path)
-    shards = [file_shard(file, number) for number, file in enumerate(files)]
-    tensors = assembled(list(zip(files, shards, strict=True)))
+def _of_files(path: Path, shaping: _Shaping) -> Source:
+    files, chosen = open_shards(path)
+    tensors = assembled(files)
     if tensors is not None:
-        return _of_tensors(tensors, shard_bytes, layouts)
+        return _of_tensors(tensors, shaping)
+    return _of_shards(files, chosen(), shaping)
+
+
+def _of_shards(
+    files: Sequence[tuple[Path, Shard]],
+    groups: Sequence[Sequence[TensorEntry]],
+    shaping: _Shaping,
+) -> Source:
+    given = _taken(files, groups)
+    sent = shaping.casting.all(given)
+
+    def remade(casting: Casting) -> Source:
+        return _of_shards(files, groups, shaping._replace(casting=casting))
+
+    shards = [shard for _, shard in files]
+    whole = all(
+        len(taken) == len(shard.tensors) for taken, shard in zip(groups, shards, strict=True)
+    )
+    if not whole or any(one is not other for one, other in zip(given, sent, strict=True)):
+        # Cast, checked, or without the copies that do not count, they go as a state dict does.
+        made, layout = shaping.layouts.shards_of(sent, shaping.shard_bytes)
+        return Source(made, layout, tuple(sent), casting=shaping.casting, remade=remade)
     with typed_errors():
-        layout = check_version([s.entry for s in shards], [s.tensors for s in shards])
-    pairs = zip(files, shards, strict=True)
-    return Source(shards, layout, tuple(t for pair in pairs for t in file_tensors(*pair)))
+        layout = check_version([s.entry for s in shards], groups)
+    return Source(shards, layout, tuple(given), casting=shaping.casting, remade=remade)
 
 
-def _files(path: Path) -> list[Path]:
-    files = [path]
-    if path.is_dir():
-        index = path / _INDEX
-        files = _indexed(index) if index.is_file() else sorted(path.glob("*.safetensors"))
-        if not files:
-            raise refuse(
-                Reason.REQUEST_INVALID,
-                f"there is no .safetensors file in {path}; give the folder that holds them",
-            )
-    return files
-
-
-def _indexed(index: Path) -> list[Path]:
-    # A folder may hold the same weights a second time (consolidated.safetensors): the index tells
-    # which files belong together.
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-        inside = all(isinstance(name, str) and Path(name).name == name for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        inside = False
-    if not inside:
-        raise refuse(
-            Reason.REQUEST_INVALID,
-            f"{index} is no index of safetensors files; correct it or remove it",
-        )
-    return [index.parent / name for name in names]
+def _taken(
+    files: Sequence[tuple[Path, Shard]], groups: Sequence[Sequence[TensorEntry]]
+) -> list[SourceTensor]:
+    found = []
+    for file, group in zip(files, groups, strict=True):
+        names = {tensor.name for tensor in group}
+        found += [tensor for tensor in file_tensors(*file) if tensor.name in names]
+    return found

@@ -74,6 +74,7 @@ class SourceTensor:
         device: The PyTorch device that holds it, if that is not the host.
         flat: For a PyTorch tensor: gives all its bytes in a row, on its device.
         in_place: They lie so already: `flat` copies nothing.
+        title: What it is in a sentence; empty: a tensor of that name.
     """
 
     name: str
@@ -83,6 +84,12 @@ class SourceTensor:
     device: torch.device | None = None
     flat: Callable[[], torch.Tensor] | None = None
     in_place: bool = False
+    title: str = ""
+
+    @property
+    def label(self) -> str:
+        """What it is in a sentence."""
+        return self.title or f"tensor {self.name!r}"
 
     @property
     def size(self) -> int:
@@ -102,7 +109,7 @@ class SourceTensor:
         except Exception as error:
             raise refuse(
                 Reason.REQUEST_INVALID,
-                f"tensor {self.name!r} cannot be read as plain bytes: {error}",
+                f"{self.label} cannot be read as plain bytes: {error}",
             ) from error
 
     def copy_into(self, memory: NDArray[np.uint8], scratch: Scratch) -> None:

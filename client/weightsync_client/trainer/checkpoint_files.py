@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
+from weightsync.wire.file_limits import write_remedy
 from weightsync_client.errors import refuse
+from weightsync_client.trainer.checkpoint_marks import (
+    FolderOwner,
+    mark_folder,
+    remove_old,
+    remove_unfinished,
+    work_folder,
+)
 from weightsync_client.trainer.synced_folder import sync_folder, sync_path
 
 if TYPE_CHECKING:
+    import threading
+
     from weightsync_client.attach import Attached
     from weightsync_client.client import Client
+    from weightsync_client.errors import ClientError
 
 __all__ = ["write_checkpoint"]
+
+logger = logging.getLogger(__name__)
 
 #: What holds weights, or tells where they lie: the version's own take their place.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -24,8 +39,18 @@ _CONFIG = "config.json"
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab*", "tekken.json", "*.tiktoken")
 
 
-def write_checkpoint(client: Client, attached: Attached, version: int, target: Path) -> str:
+def write_checkpoint(
+    client: Client,
+    attached: Attached,
+    version: int,
+    target: Path,
+    owner: FolderOwner,
+    stop: threading.Event,
+) -> str:
     """Write a version; the folder appears whole, proved and durable, or not at all.
+
+    Of the folders that this owner has made below the same one the oldest goes, where there are
+    more than it keeps; never one that it has not made, or that somebody has changed.
 
     Return what a vLLM would miss in it, one sentence; "": nothing.
 
@@ -37,31 +62,80 @@ def write_checkpoint(client: Client, attached: Attached, version: int, target: P
         attached: Knows what the engine has loaded.
         version: Its number.
         target: The folder, which is not there.
+        owner: Whose it is.
+        stop: Set once nobody waits for it any more.
 
     Raises:
-        ClientError: It cannot be written, or the version cannot be pulled.
+        ClientError: It cannot be written, the version cannot be pulled, or it was stopped.
     """
-    work = target.with_name(f".{target.name}.new")
+    work = work_folder(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(work, ignore_errors=True)
-        client.pull(work, version)
+        remove_unfinished(target.parent, owner)
+        _make(work)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    try:
+        mark_folder(work, target, owner)
+        _pull(client, version, work, stop)
         _copy_others(attached, work)
         missing = _missing(attached, work)
+        mark_folder(work, target, owner)
         sync_folder(work)
         if target.exists():
             raise refuse(Reason.REQUEST_INVALID, f"{target} is there already; name another folder")
+        _check(stop)
         work.rename(target)
         sync_path(target.parent)
+        _make_room(target, owner, attached)
         return missing
     except OSError as error:
-        raise refuse(
-            Reason.DISK_EXHAUSTED,
-            f"{target} cannot be written ({error.strerror or error}); free some space, or let the "
-            "server's user write there",
-        ) from error
+        raise _unwritable(target, error) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _unwritable(target: Path, error: OSError) -> ClientError:
+    remedy = write_remedy(error, "the server's user")
+    return refuse(
+        Reason.DISK_EXHAUSTED, f"{target} cannot be written ({error.strerror or error}); {remedy}"
+    )
+
+
+def _make(work: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if any(work.iterdir()):
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"remove {work}, which this server has not made, or name another folder",
+            )
+        work.rmdir()
+    work.mkdir()
+
+
+def _pull(client: Client, version: int, work: Path, stop: threading.Event) -> None:
+    # Inside the folder that is known as ours, whatever a process that dies here leaves.
+    weights = work / "weights"
+    client.pull(weights, version, on_progress=lambda _done, _total: _check(stop))
+    for file in weights.iterdir():
+        file.rename(work / file.name)
+    weights.rmdir()
+
+
+def _check(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise refuse(
+            Reason.CANCELLED,
+            "request the checkpoint again: the caller left before it was finished",
+        )
+
+
+def _make_room(target: Path, owner: FolderOwner, attached: Attached) -> None:
+    try:
+        remove_old(target.parent, owner, _local(attached.checkpoint))
+    except OSError as error:
+        # The new one is there and durable; the next one tries again.
+        logger.warning("an old checkpoint below %s is not removed: %s", target.parent, error)
 
 
 def _copy_others(attached: Attached, folder: Path) -> None:

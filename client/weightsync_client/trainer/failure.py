@@ -63,7 +63,7 @@ def failure_of(error: BaseException, sentence: str) -> dict[str, Any]:
         error: What was raised.
         sentence: What comes before it.
     """
-    what = f"{type(error).__name__}: {error}".strip(": ")
+    what = f"{type(error).__name__}: {_text_of(error)}".strip(": ")
     metadata = {"traceback": _trace_of(error)[-_TRACEBACK:].decode(errors="ignore")}
     if isinstance(error, WeightSyncError):
         metadata["cause"] = error.reason.value
@@ -74,8 +74,20 @@ def failure_of(error: BaseException, sentence: str) -> dict[str, Any]:
     }
 
 
+def _text_of(error: BaseException) -> str:
+    """Return what an error says; of one that cannot say it, that."""
+    try:
+        return str(error)
+    except BaseException as other:  # noqa: BLE001 - it is the user's code as well
+        return f"its text raised {type(other).__name__}"
+
+
 def _trace_of(error: BaseException) -> bytes:
-    return "".join(traceback.format_exception(error)).encode(errors="replace")
+    try:
+        lines = traceback.format_exception(error)
+    except BaseException:  # noqa: BLE001 - it is the user's code as well
+        lines = [*traceback.format_tb(error.__traceback__), type(error).__name__]
+    return "".join(lines).encode(errors="replace")
 
 
 def _cut(text: str) -> str:

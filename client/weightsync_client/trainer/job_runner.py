@@ -100,11 +100,24 @@ class JobRunner:
                 self._do(order, request, cancelled)
         except UserClassError as error:
             answer = error.answer
+        answer = self._settled() | answer
         if cancelled.is_set():
             answer = {"reason": Reason.CANCELLED.value, "error": "it was cancelled"}
         committed = attached.version if attached.version != order.version else 0
         seconds = time.perf_counter() - began
         return answer | {"version": attached.version, "committed": committed, "seconds": seconds}
+
+    def _settled(self) -> dict[str, Any]:
+        """Wait for a transaction in the background; return what is said of one that failed.
+
+        It is this job's, and none of the next one's.
+        """
+        try:
+            with users_code("train"):
+                self._attached.settle_transaction()
+        except UserClassError as error:
+            return error.answer
+        return {}
 
     @contextlib.contextmanager
     def _users_code(self, doing: str, remedy: str = "") -> Iterator[None]:
@@ -156,6 +169,8 @@ class JobRunner:
         """Save the state where another version is live than the one that it was saved with."""
         # A step, or the end, of a process that was forked is none of the job's.
         end_forked_child(self._pid)
+        # Until then nobody knows which version the state belongs to.
+        self._attached.settle_transaction()
         live = self._attached.version
         if live == saved or not hasattr(self._trainer, "save_state"):
             return live

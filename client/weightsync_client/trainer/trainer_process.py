@@ -18,6 +18,7 @@ from weightsync.wire.notes import read_note
 from weightsync_client.access import Access
 from weightsync_client.client import Client
 from weightsync_client.trainer.checkpoint_files import write_checkpoint
+from weightsync_client.trainer.checkpoint_marks import FolderOwner
 from weightsync_client.trainer.class_import import import_class
 from weightsync_client.trainer.failure import UserClassError, failure_of
 from weightsync_client.trainer.forked_child import end_forked_child
@@ -99,7 +100,7 @@ class _TrainerProcess:
             order = TrainOrder(**request["order"])
             answer = runner.train(order, request["request"], self._stops[task])
         else:
-            answer = _write(client, attached, request)
+            answer = _write(client, attached, request, self._stops[task])
         self._stops.pop(task, None)
         self._send(answer | {"id": task})
 
@@ -163,9 +164,12 @@ def _facts_of(error: Exception) -> dict[str, Any]:
     return failure_of(error, "the start of the trainer raised")
 
 
-def _write(client: Client, attached: Attached, request: dict[str, Any]) -> dict[str, Any]:
+def _write(
+    client: Client, attached: Attached, request: dict[str, Any], stop: threading.Event
+) -> dict[str, Any]:
+    owner, target = FolderOwner(request["owner"], request["keep"]), Path(request["target"])
     try:
-        missing = write_checkpoint(client, attached, request["version"], Path(request["target"]))
+        missing = write_checkpoint(client, attached, request["version"], target, owner, stop)
     except WeightSyncError as error:
         return _facts_of(error)
     return {"missing": missing}

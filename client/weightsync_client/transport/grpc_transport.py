@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
@@ -89,6 +90,8 @@ class GrpcTransport:
             )
             for i in range(count)
         ]
+        if isinstance(shards, list) and len(shards) > 1 and not opened.layout_known:
+            self._declare(shards)
         threads = [
             threading.Thread(target=self._serve, args=(lane,), name="weightsync-push", daemon=True)
             for lane in self._lanes
@@ -105,8 +108,7 @@ class GrpcTransport:
         finally:
             for thread in threads:
                 thread.join()
-            for lane in self._lanes:
-                lane.close()
+            self._close_lanes()
         if self._error is not None:
             raise self._error
         return Sent(shards=self._done)
@@ -115,12 +117,34 @@ class GrpcTransport:
         """See `Transport`."""
         self._fail(cancelled_error())
 
+    def _declare(self, shards: Sequence[Shard]) -> None:
+        """Tell the layout of all shards, so that it is refused as a whole before a byte is sent.
+
+        Raises:
+            ClientError: It is. After a cut each shard's is told with its bytes.
+        """
+        if self._source.layout is None or self._source.delta is not None:
+            return
+        known = self._opened.progress
+        parts = (
+            messages.layout_messages(_whole(shard)) for shard in shards if shard.index not in known
+        )
+        join = messages.join_message(*self._name)
+        error = self._lanes[0].carry(message for message in itertools.chain([join], *parts))
+        if error is not None and not _resumable(error):
+            self._close_lanes()
+            raise error
+        self._opened = self._opened._replace(layout_known=error is None)
+
+    def _close_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
     def _hand_out(self, shards: Iterator[Shard], lanes: int) -> None:
         again = self._source.again
         while not self._stop.is_set() and (shard := next(shards, None)) is not None:
             job = ShardJob(shard, ShardDigester(shard, self._keep))
             job.take_up(self._opened.progress.get(shard.index))
-            job.layout_known |= self._opened.layout_known
             if not again:
                 # One shard is being filled while each lane sends one, and no more are held.
                 self._permits.acquire()
@@ -177,6 +201,8 @@ class GrpcTransport:
             error = lane.carry(self._jobs.heartbeats(*self._name, found))
             if error is not None and not _resumable(error):
                 raise error
+            if error is not None:
+                self._forget_layouts()
             if error is not None and not found:
                 self._stop.wait(self._calls.retry.max_s)
         return found[0] if found else None
@@ -212,7 +238,8 @@ class GrpcTransport:
 
     def _job_messages(self, lane: StreamConnection, job: ShardJob) -> Iterator[messages.Message]:
         shard = job.shard
-        yield from messages.declaration(shard, layout_known=job.layout_known)
+        known = self._opened.layout_known or shard.index in self._opened.progress
+        yield from messages.declaration(shard, layout_known=job.layout_known or known)
         with contextlib.closing(shard.open(lane.scratch)) as reader:
             yield from messages.shard_bytes(
                 shard,
@@ -235,6 +262,10 @@ class GrpcTransport:
 
     # After a cut.
 
+    def _forget_layouts(self) -> None:
+        """Tell each shard's layout with its bytes from now on: a restart may have forgotten it."""
+        self._opened = self._opened._replace(layout_known=False, progress={})
+
     def _take_up(self, pending: list[ShardJob]) -> bool:
         """Ask what the server holds; returns whether it holds more than when last asked."""
         reply = self._calls.get(self._opened.push_id, self._stop)
@@ -243,12 +274,18 @@ class GrpcTransport:
                 Reason.PUSH_ABORTED, f"the server dropped the push: {reply.error}; push again"
             )
         known = {progress.shard: progress for progress in reply.shards}
+        self._opened = self._opened._replace(layout_known=False, progress=known)
         progressed = False
         for job in pending:
             before = job.layout_known, job.offset
             job.take_up(known.get(job.shard.index))
             progressed |= (job.layout_known, job.offset) > before
         return progressed
+
+
+def _whole(shard: Shard) -> Shard:
+    """Return what all processes together push of a shard."""
+    return shard.whole if isinstance(shard, BoxShard) else shard
 
 
 def _resumable(error: BaseException) -> bool:

@@ -68,7 +68,7 @@ class AcceptedTensors:
                 self._table.publish(other)
 
     async def _learn(self, layout: Layout) -> None:
-        signature = await asyncio.to_thread(getattr, layout, "signature")
+        signature: str = await asyncio.to_thread(getattr, layout, "signature")
         if signature not in self._signatures:
             kinds = await asyncio.to_thread(_kinds, layout.tensors)
             # Not before: the engine may have been forgotten meanwhile.

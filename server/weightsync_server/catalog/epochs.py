@@ -14,14 +14,27 @@ if TYPE_CHECKING:
 
     from weightsync_server.store.protocol import Store
 
-__all__ = ["Epochs"]
+__all__ = ["Epochs", "check_run"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_HOLDER_BYTES = 256
+_MAX_HOLDER_BYTES, _MAX_RUN_BYTES = 256, 128
 
 
 async def _nothing() -> None: ...
+
+
+def check_run(client_run: str) -> None:
+    """Refuse the name of a client's run that is no short line of text.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID.
+    """
+    if len(client_run.encode()) > _MAX_RUN_BYTES or not client_run.isprintable():
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"client_run must be printable, of at most {_MAX_RUN_BYTES} bytes; shorten it",
+        )
 
 
 class Epochs:
@@ -29,11 +42,13 @@ class Epochs:
 
     Attributes:
         newest: The newest epoch; 0: nobody has asked for one.
+        acquired_by: The run of the client that asked for it; empty: not known.
         lock: Held over each commit, so that no older writer commits after `acquire` returned.
     """
 
     def __init__(self, model: str, store: Store) -> None:
         self.newest = 0
+        self.acquired_by = ""
         self.lock = asyncio.Lock()
         self._model = model
         self._store = store
@@ -58,12 +73,17 @@ class Epochs:
         """Call `observer` after each rise, before the new writer is answered."""
         self._observers.append(observer)
 
-    async def acquire(self, holder: str) -> int:
+    async def acquire(self, holder: str, client_run: str = "") -> int:
         """Return the next epoch, persisted; older writers are refused from now on.
 
+        Args:
+            holder: Who asks, for the log.
+            client_run: The run of the client that asks; empty: not told.
+
         Raises:
-            WeightSyncError: REQUEST_INVALID for a holder that is too long.
+            WeightSyncError: REQUEST_INVALID for a holder or a run that is too long.
         """
+        check_run(client_run)
         if len(holder.encode()) > _MAX_HOLDER_BYTES:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
@@ -71,20 +91,20 @@ class Epochs:
             )
         async with self.lock:
             # To its end even if the caller leaves: what is written must count.
-            return await to_end(asyncio.ensure_future(self._rise(holder)))
+            return await to_end(asyncio.ensure_future(self._rise(holder, client_run)))
 
     async def follow(self, epoch: int) -> None:
         """Take over an epoch that another server's writers have, if it is newer; persisted."""
         async with self.lock:
             if epoch > self.newest:
                 await self._store.write_epoch(self._model, epoch)
-                self.newest = epoch
+                self.newest, self.acquired_by = epoch, ""
 
-    async def _rise(self, holder: str) -> int:
+    async def _rise(self, holder: str, client_run: str) -> int:
         # Another server that uses the store may have gone further.
         epoch = max(self.newest, await self._store.read_epoch(self._model)) + 1
         await self._store.write_epoch(self._model, epoch)
-        self.newest = epoch
+        self.newest, self.acquired_by = epoch, client_run
         for observer in self._observers:
             observer()
         logger.info("epoch %d of model %s goes to %r", self.newest, self._model, holder)

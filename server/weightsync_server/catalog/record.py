@@ -57,6 +57,7 @@ class VersionRecord:
         residency: Absent, staging or staged.
         serving: No, live or rejected.
         rejected_reason: Why "newest" skips it; empty: it does not.
+        refused_reason: Why every engine of this host refuses its content; empty: one may take it.
         pinned: It is never collected and keeps its slot.
         manifest: Only while it lies in a slot, verified: 37,000 tensors take about 15 MB.
         commit: The commit record, once committed.
@@ -66,6 +67,8 @@ class VersionRecord:
         damaged: What is wrong with it in the store; empty: nothing that is known.
         push_id: The push that brings it; empty: none.
         key: Idempotency key of that push; empty: none.
+        client_run: The run of the client that pushes it; empty: not known.
+        epoch_taken: That run took the epoch.
         orphaned: Its push failed; it stays for as long as it is live or leased.
         base: The version whose bytes it is kept as a change of; None: it is kept in full.
         holds: Pushes of deltas that are based on it.
@@ -88,6 +91,7 @@ class VersionRecord:
     residency: pb.Residency.ValueType = pb.RESIDENCY_ABSENT
     serving: pb.Serving.ValueType = pb.SERVING_NO
     rejected_reason: str = ""
+    refused_reason: str = ""
     pinned: bool = False
     manifest: Manifest | None = None
     commit: CommitRecord | None = None
@@ -97,6 +101,8 @@ class VersionRecord:
     damaged: str = ""
     push_id: str = ""
     key: str = ""
+    client_run: str = ""
+    epoch_taken: bool = False
     orphaned: bool = False
     base: VersionRecord | None = None
     holds: int = 0
@@ -117,6 +123,8 @@ class VersionRecord:
             dict(commit.metadata),
             durability=pb.DURABILITY_COMMITTED,
             commit=commit,
+            client_run=commit.client_run,
+            epoch_taken=commit.epoch_taken,
         )
 
     @property
@@ -185,6 +193,8 @@ class VersionRecord:
             adopted=adopted,
             push_id=self.push_id,
             idempotency_key=self.key,
+            client_run=self.client_run,
+            epoch_taken=self.epoch_taken,
             **(asdict(delta) if delta is not None else {}),
         )
 
@@ -194,13 +204,14 @@ class VersionRecord:
 
     def to_info(self) -> pb.VersionInfo:
         """Return the wire form of the present state."""
+        refused = self.refused_reason if self.serving == pb.SERVING_NO else ""
         info = pb.VersionInfo(
             model=self.model,
             version=self.version,
             durability=self.durability,
             residency=pb.RESIDENCY_DEVICE if self.in_place else self.residency,
-            serving=self.serving,
-            rejected_reason=self.rejected_reason,
+            serving=pb.SERVING_REJECTED if refused else self.serving,
+            rejected_reason=self.rejected_reason or refused,
             epoch=self.epoch,
             metadata=self.metadata,
             pinned=self.pinned,

@@ -215,6 +215,7 @@ class ServingState:
     async def accept(self, version: int) -> None:
         """Make "newest" accept a version's content again, whatever its numbers; persisted."""
         content = self._table.get(version).content_digest
+        await self._table.refused.accept(content)
         for record in self._table.list():
             if record.version == version or (content and record.content_digest == content):
                 await self._mark(record.version, rejected="")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.refused_contents import RefusedContents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable
 
     from weightsync.model.manifest import Manifest
     from weightsync_server.catalog.pins import Pins
@@ -32,6 +33,7 @@ class VersionTable:
             does not have it any more.
         on_free: Called when something that somebody waits for may have come free.
         on_damage: Called with each committed version of which bytes turn out to be wrong.
+        refused: What engines have refused for its content.
     """
 
     def __init__(self, name: str, pins: Pins, reserved: int = 0) -> None:
@@ -39,6 +41,8 @@ class VersionTable:
         self.on_change: list[Callable[[VersionRecord], None]] = []
         self.on_free: list[Callable[[], None]] = []
         self.on_damage: list[Callable[[VersionRecord], None]] = []
+        self.refused = RefusedContents()
+        self.refused.on_change = self._show_refused
         self._pins = pins
         self._reserved = reserved
         self._records: dict[int, VersionRecord] = {}
@@ -68,9 +72,17 @@ class VersionTable:
 
     def publish(self, record: VersionRecord) -> None:
         """Tell observers of a version, unless they were told already that it is gone."""
+        if record.commit is not None:
+            record.refused_reason = self.refused.reason(record.commit.content_digest)
         if self.find(record.version) is record:
             for observer in self.on_change:
                 observer(record)
+
+    def _show_refused(self, digests: Iterable[str]) -> None:
+        changed = set(digests)
+        for record in self.list():
+            if record.commit is not None and record.commit.content_digest in changed:
+                self.publish(record)
 
     def touch(self, record: VersionRecord) -> None:
         """Tell observers, and those who wait for a slot."""
@@ -132,8 +144,11 @@ class VersionTable:
         """Return all versions, newest first."""
         return sorted(self._records.values(), key=lambda record: -record.version)
 
-    def newest_applicable(self) -> VersionRecord:
+    def newest_applicable(self, engines: Collection[str] = ()) -> VersionRecord:
         """Return the newest version that is committed and whose content is not rejected.
+
+        Args:
+            engines: None of them has refused it either.
 
         Raises:
             WeightSyncError: VERSION_UNKNOWN.
@@ -143,6 +158,8 @@ class VersionTable:
         for record in sorted(self.list(), key=lambda record: -record.order):
             committed = record.durability == pb.DURABILITY_COMMITTED
             if committed and record.content_digest not in rejected:
+                if self.refused.refused_by(engines, record.content_digest):
+                    continue
                 return record
         raise WeightSyncError(
             Reason.VERSION_UNKNOWN,

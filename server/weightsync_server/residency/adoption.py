@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from typing import TYPE_CHECKING, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.checkpoint_folder import read_layout
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.local_numbers import local_number
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.tasks import all_done
-from weightsync_server.residency.checkpoint_layout import read_layout
+from weightsync_server.residency.kept_tensors import kept_files
 from weightsync_server.residency.loading import load_shard
 from weightsync_server.store.damage import SHARD_DAMAGE
 
@@ -135,7 +137,11 @@ class CheckpointAdoption:
             return record
 
     async def receive(
-        self, files: Sequence[OfferedFile], metadata: dict[str, str], accepted: AcceptedTensors
+        self,
+        files: Sequence[OfferedFile],
+        metadata: dict[str, str],
+        accepted: AcceptedTensors,
+        base: VersionRecord | None = None,
     ) -> VersionRecord:
         """Commit what a trainer has sent to the engine as the next version, whatever its content.
 
@@ -145,6 +151,7 @@ class CheckpointAdoption:
             files: As for `adopt`; the caller closes.
             metadata: Of the version.
             accepted: Refuses tensors that the engine does not take, before anything is committed.
+            base: The version whose other tensors stay; None: the files have all of them.
 
         Raises:
             WeightSyncError: As `adopt`; ENGINE_REFUSED, EPOCH_STALE.
@@ -156,12 +163,32 @@ class CheckpointAdoption:
                 "there",
             )
         record = VersionRecord(self._table.name, 0, self._commits.epoch, metadata)
-        async with self._arriving(record, files, _UPDATE) as manifest:
+        async with (
+            self._with_kept(files, base) as whole,
+            self._arriving(record, whole, _UPDATE) as manifest,
+        ):
             if await accepted.check(manifest.layout.tensors):
                 record.layout_check = pb.LAYOUT_CHECK_PASSED
             record.version = self._table.next_version()
             await self._commit_new(record, manifest, adopted=False)
             return record
+
+    @contextlib.asynccontextmanager
+    async def _with_kept(
+        self, files: Sequence[OfferedFile], base: VersionRecord | None
+    ) -> AsyncIterator[Sequence[OfferedFile]]:
+        """Give files and, in memory, the tensors of a version that they lack."""
+        if base is None:
+            yield files
+            return
+        with await self._stager.lease(base, _SLOT_WAIT_S, for_engine=False, durable=False) as lease:
+            manifest = await self._commits.manifest(base)
+            kept = await asyncio.to_thread(kept_files, files, manifest, lease.segments)
+        try:
+            yield [*files, *kept]
+        finally:
+            for _, _, fd in kept:
+                os.close(fd)
 
     async def _number(self, record: VersionRecord, content: str) -> int:
         """Return the number of content that has none here; 0: the table gives it one.

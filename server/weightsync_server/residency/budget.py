@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.free_memory import available_bytes
+from weightsync.free_memory import available_bytes
 from weightsync_server.ops.os_errors import write_fault
 
 __all__ = ["SegmentBudget"]

@@ -1,0 +1,134 @@
+"""What the engines of a model hold, so that trainers cast to it and lack none of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.model.manifest import Layout, TensorEntry
+    from weightsync_server.catalog.record import VersionRecord
+
+__all__ = ["EngineLayouts", "LayoutPage"]
+
+#: Bytes of a page, counted generously: well below the 1 MiB that the contract allows a message.
+_PAGE_BYTES = 512 << 10
+#: Sets of names that are remembered.
+_SPARE = 16
+#: Digits of a position.
+_DIGITS = 9
+#: Of a tensor beside its name and its dimensions.
+_TENSOR_BYTES, _DIM_BYTES = 32, 10
+
+
+class _Engine(Protocol):
+    """What is asked of an engine."""
+
+    @property
+    def proved(self) -> VersionRecord | None:
+        """What every rank is proved to hold; None: that is not known."""
+
+    async def takes(self, tensors: Sequence[TensorEntry], *, whole: bool = False) -> bool:
+        """Ask every rank whether it takes tensors of a push; False: none can be asked now."""
+
+
+class LayoutPage(NamedTuple):
+    """Some of the tensors that all engines hold.
+
+    Attributes:
+        signature: Of all of them; empty: they are not known.
+        tensors: Those of this page.
+        next_token: Asks for the next page; empty: this is the last one.
+    """
+
+    signature: str
+    tensors: Sequence[TensorEntry] = ()
+    next_token: str = ""
+
+
+class EngineLayouts:
+    """The layouts of what engines are proved to hold.
+
+    Attributes:
+        engines: By name, as long as they are there.
+    """
+
+    def __init__(self) -> None:
+        self.engines: WeakValueDictionary[str, _Engine] = WeakValueDictionary()
+        #: What may be absent: the engine, what it holds, and the names.
+        self._spare: OrderedDict[tuple[str, str, frozenset[str]], None] = OrderedDict()
+
+    async def current(self) -> Layout | None:
+        """Return what every engine that is proved holds; None: none is, or they hold different."""
+        proved = [engine.proved for engine in list(self.engines.values())]
+        manifests = [record.manifest for record in proved if record is not None]
+        layouts = {id(m.layout): m.layout for m in manifests if m is not None}
+        found: dict[str, Layout] = {}
+        for layout in layouts.values():
+            # It is sorted and digested once, off the event loop.
+            found[await asyncio.to_thread(getattr, layout, "signature")] = layout
+        return found.popitem()[1] if len(found) == 1 else None
+
+    async def check_whole(
+        self, tensors: Sequence[TensorEntry], known: Layout | None = None
+    ) -> None:
+        """Refuse a version that lacks tensors which an engine needs; one that is away needs none.
+
+        Args:
+            tensors: All of the version's.
+            known: Their layout, if other versions have it as well.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED, naming those that are absent.
+        """
+        for name, engine in list(self.engines.items()):
+            record = engine.proved
+            if record is None or record.manifest is None or record.manifest.layout is known:
+                continue
+            layout = record.manifest.layout
+            absent = await asyncio.to_thread(_absent, layout.tensors, tensors)
+            spare = name, await asyncio.to_thread(getattr, layout, "signature"), absent
+            # It holds more than it needs, such as a head that is tied: its ranks know.
+            if absent and spare not in self._spare and await engine.takes(tensors, whole=True):
+                self._spare[spare] = None
+                while len(self._spare) > _SPARE:
+                    self._spare.popitem(last=False)
+
+    async def page(self, known: str, token: str) -> LayoutPage:
+        """Return a page of `current`.
+
+        Args:
+            known: A signature of which the caller has all tensors.
+            token: From the page before; of another layout than is held now, or of none: the first
+                page is returned.
+        """
+        layout = await self.current()
+        if layout is None:
+            return LayoutPage("")
+        signature = layout.signature
+        if known == signature:
+            return LayoutPage(signature)
+        of, _, position = token.partition(".")
+        ours = of == signature and position.isascii() and position.isdecimal()
+        first = int(position) if ours and len(position) <= _DIGITS else 0
+        end = _page_end(layout.tensors, first)
+        more = f"{signature}.{end}" if end < len(layout.tensors) else ""
+        return LayoutPage(signature, layout.tensors[first:end], more)
+
+
+def _absent(needed: Sequence[TensorEntry], tensors: Sequence[TensorEntry]) -> frozenset[str]:
+    return frozenset(tensor.name for tensor in needed).difference(t.name for t in tensors)
+
+
+def _page_end(tensors: Sequence[TensorEntry], first: int) -> int:
+    """Return the position after the last tensor of a page."""
+    size, at = 0, first
+    while at < len(tensors) and size < _PAGE_BYTES:
+        # A character takes up to 4 bytes.
+        size += 4 * len(tensors[at].name) + _TENSOR_BYTES + _DIM_BYTES * len(tensors[at].shape)
+        at += 1
+    return at
