@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["monotonic", "wall", "wall_ns"]
+__all__ = ["boottime", "monotonic", "wall", "wall_ns"]
 
 
 def monotonic() -> float:
     """Return seconds that only rise, also while this process stands still; for all that ends."""
     return time.monotonic()
+
+
+def boottime() -> float:
+    """Return seconds that only rise, also while this whole host is suspended.
+
+    For what others count, who are not: a lease has ended there, whatever stood still here.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def wall() -> float:

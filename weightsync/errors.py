@@ -56,6 +56,7 @@ class Reason(enum.StrEnum):
     ENGINE_UNSUPPORTED = enum.auto()
     ENGINE_REFUSED = enum.auto()
     ENGINE_ASLEEP = enum.auto()
+    ENGINE_OWNED = enum.auto()
     APPLY_BUSY = enum.auto()
     APPLY_RESTORED = enum.auto()
     FETCHER_FAILED = enum.auto()
@@ -180,7 +181,7 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
         ),
         Reason.EPOCH_STALE: Explanation(
             "FAILED_PRECONDITION",
-            "Another process has become the writer of the model since.",
+            "Another process has become the writer since, or pushes under an epoch that it took.",
             "Stop this writer, or call AcquireEpoch if it shall take over.",
         ),
         Reason.BASE_MISMATCH: Explanation(
@@ -264,6 +265,11 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
             "FAILED_PRECONDITION",
             "vLLM's sleep mode holds the engine.",
             "Wake it up, then call again.",
+        ),
+        Reason.ENGINE_OWNED: Explanation(
+            "FAILED_PRECONDITION",
+            "Another weightsync-server that lives has this engine.",
+            "Stop the server that the message names, or choose another engine.",
         ),
         Reason.APPLY_BUSY: Explanation(
             "ABORTED",

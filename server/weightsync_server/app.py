@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha import reflection
 
+from weightsync import __version__
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
@@ -22,6 +23,7 @@ from weightsync_server.attach import (
     AttachServicer,
     InPlaceCalls,
     InPlaceVersions,
+    OpenBlocks,
     add_attach_service,
 )
 from weightsync_server.auth import Endpoint
@@ -46,15 +48,18 @@ from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.invariants import InvariantMonitor, count_lost
 from weightsync_server.model import open_model
 from weightsync_server.nodes import NodeGroup, NodeServicer, add_node_service
+from weightsync_server.ops.disk_watch import DiskWatch
 from weightsync_server.ops.http_endpoint import MetricsEndpoint
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.process_tuning import tune_process
 from weightsync_server.ops.state_lock import StateLock
 from weightsync_server.part_options import (
+    STORE,
     apply_limits,
     attach_socket,
     call_limits,
+    data_folders,
     engine_options,
     fleet_options,
     follow_options,
@@ -71,6 +76,7 @@ from weightsync_server.rpc import (
     SERVING,
     Announcer,
     HealthServicer,
+    PushHealth,
     WeightSyncServicer,
     add_debug_service,
     add_service,
@@ -89,6 +95,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from weightsync_server.settings import Settings
+    from weightsync_server.store.protocol import Store
 
 __all__ = ["App"]
 
@@ -161,6 +168,9 @@ class App:
         with translate_os_errors("naming this server"):
             identity = server_identity(settings.state_dir)
         store = open_store(settings.store_url, identity)
+        logger.info(
+            "weightsync-server %s, model %s, store %s", __version__, settings.name, store.url
+        )
         with translate_os_errors("opening the journal"):
             lasting = store.url if store.durable else ""
             journal = JournalFile(settings.state_dir / "journal", lasting)
@@ -170,6 +180,7 @@ class App:
         allocator = SegmentAllocator(budget, segments, fetchers)
         limits = model_limits(settings)
         model = await open_model(settings.name, store, fetchers, allocator, limits, records)
+        model.table.refused.open(settings.state_dir / "refused.json")
         known = {record.version for record in model.table.list()}
         for version in live_in_store(journal):
             count_lost(store, known, version, metrics)
@@ -199,20 +210,26 @@ class App:
             await health_service.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         self._nodes = NodeGroup(segments)
         parts = ModelParts.of(model, self._nodes)
-        announcer = Announcer(health_service)
+        takes = PushHealth(health_service)
+        disks = self._watch_disks(stack, store, takes)
+        announcer = Announcer(health_service, SERVING)
         host = HostParts(segments, metrics, apply_limits(settings), settings.fleet)
         options = engine_options(settings, self._engine_args)
-        engines = Engines(options, parts, host, journal, announcer.serving)
+        engines = Engines(options, parts, host, journal, announcer.tell)
         await engines.open(settings.segment_socket, stack)
         applier = Applier(engines.set, parts, host)
         attach_metrics = AttachMetrics(metrics)
-        attachments = Attachments(engines.set, segments, attach_socket(settings), attach_metrics)
+        blocks = OpenBlocks()
+        attachments = Attachments(
+            engines.set, segments, attach_socket(settings), attach_metrics, blocks
+        )
         attachments.start(stack)
         transactions = InPlaceCalls(
             parts,
             host,
             InPlaceVersions(pushes.give_up, model.collector, model.serving),
             attach_metrics,
+            blocks,
         )
         of_fleet, fleet = fleet_options(settings), None
         if of_fleet is not None and settings.engine_names == ["none"]:
@@ -221,11 +238,11 @@ class App:
             stack.push_async_callback(fleet.stop)
             model.collector.needed_elsewhere = fleet.needs.contents
         processes = Processes(fetchers, ingesters)
-        status = StatusSource(model, pushes, engines.set, processes, metrics)
+        status = StatusSource(model, pushes, engines.set, processes, metrics, disks)
         servicer = WeightSyncServicer(
             model, pushes, applier, status, lender, ingesters.endpoints, settings.follow, fleet
         )
-        track(metrics, model, processes, pushes)
+        track(metrics, model, processes, pushes, disks)
         census = InvariantMonitor(
             model.table,
             model.epochs,
@@ -237,7 +254,7 @@ class App:
         census.start()
         stack.push_async_callback(census.stop)
         training = None
-        if of_trainer := train_options(settings):
+        if of_trainer := train_options(settings, identity):
             training = Training(of_trainer, engines.set, model, metrics)
         trainers = AttachServicer(settings.name, attachments, transactions)
         jobs = TrainServicer(settings.name, training)
@@ -263,7 +280,7 @@ class App:
         stack.push_async_callback(engines.stop_updates)
         if fleet is not None:
             stack.push_async_callback(fleet.leave)
-        await self._listen(stack, health_service, ingesters, verbs)
+        await self._listen(stack, health_service, takes, ingesters, verbs)
         if fleet is not None:
             fleet.start(self.addresses[0])
         if training is not None:
@@ -272,6 +289,20 @@ class App:
         # Before the drain: a watch never ends by itself, nor does a node's call.
         stack.callback(model.feed.close)
         stack.callback(self._nodes.close)
+
+    def _watch_disks(
+        self, stack: contextlib.AsyncExitStack, store: Store, takes: PushHealth
+    ) -> DiskWatch:
+        folders = data_folders(self._settings, store.url)
+
+        def change(name: str, error: str) -> None:
+            if name == STORE:
+                takes.fill(bool(error))
+
+        disks = DiskWatch(folders, change)
+        disks.start()
+        stack.callback(disks.stop)
+        return disks
 
     def _bind(
         self,
@@ -318,6 +349,7 @@ class App:
         self,
         stack: contextlib.AsyncExitStack,
         health_service: HealthServicer,
+        takes: PushHealth,
         ingesters: IngestPool,
         verbs: HttpApi | None,
     ) -> None:
@@ -333,7 +365,7 @@ class App:
 
         stack.push_async_callback(stop)
         if not self._settings.follow:
-            await health_service.set(PUSH, health_pb2.HealthCheckResponse.SERVING)
+            takes.let_in()
         logger.info("listening on %s", ", ".join(self.addresses))
         if self.metrics_port:
             host = self._settings.metrics.rpartition(":")[0]

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import signal
 import sys
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp, SettingsError
-
 from weightsync import __version__
 from weightsync.errors import WeightSyncError
+from weightsync.wire.extras import missing_package
 from weightsync_server.ops.stop_deadline import StopDeadline
-from weightsync_server.settings import Settings
+
+try:
+    from pydantic import ValidationError
+    from pydantic_settings import CliApp, SettingsError
+
+    from weightsync_server.settings import Settings
+except ModuleNotFoundError as error:
+    # This is a program, whose import is its start.
+    if not (absent := missing_package(error, "weightsync-server")):
+        raise
+    sys.exit(absent)
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -94,27 +103,36 @@ async def _run(settings: Settings, engine_args: list[str]) -> int:
     deadline = StopDeadline(_UNFINISHED)
     loop = asyncio.get_running_loop()
 
-    def ask() -> None:
-        deadline.begin(settings.drain_timeout_s + settings.stop_timeout_s)
-        asked.set()
+    def ask(*_: object) -> None:
+        # Not by the loop, which may stand still: its own handlers would never be called.
+        deadline.begin(settings.drain_timeout_s + settings.stop_timeout_s, loop)
+        # A signal may come again when the loop has been closed.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(asked.set)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ask)
+        signal.signal(number, ask)
     try:
         app = _made(settings, engine_args)
         if not await _started(app, asked):
             return _OK
+    except ModuleNotFoundError as error:
+        if not (sentence := missing_package(error, "this configuration")):
+            raise
+        sys.stderr.write(f"weightsync-server: {sentence}\n")
+        return _FAILED
     except (WeightSyncError, OSError, RuntimeError) as error:
         sys.stderr.write(f"weightsync-server: {error}\n")
         return _FAILED
     shut = await _until_end(app, asked)
     if shut:
         logger.critical("nobody can connect any more (%s): ending, to be started again", shut)
-        deadline.begin(_SHUT_DRAIN_S + settings.stop_timeout_s)
+        deadline.begin(_SHUT_DRAIN_S + settings.stop_timeout_s, loop)
         await app.stop(_SHUT_DRAIN_S)
         return _SHUT
-    logger.info("draining for at most %g s", settings.drain_timeout_s)
+    logger.info("told to stop: calls under way get %g s to end", settings.drain_timeout_s)
     await app.stop()
+    logger.info("stopped")
     return _OK
 
 

@@ -79,6 +79,7 @@ class Engines:
         self._journal = journal
         self._on_change = on_change
         self._engines: dict[str, tuple[EngineSupervisor, Engine]] = {}
+        self._run_dir: Path | None = None
         self._applier: Applier | None = None
         self._updates: dict[str, UpdateCommitter] = {}
         self.set = EngineSet(
@@ -96,6 +97,7 @@ class Engines:
             segment_socket: Path of the segment socket, for engines of this process.
             stack: Of the server.
         """
+        self._run_dir = segment_socket.parent
         for name in self._options.names:
             if name != "none":
                 engine = await _opened(name, self._options, segment_socket)
@@ -126,7 +128,8 @@ class Engines:
         updates.start()
 
     def _found(self, socket: Path) -> EngineApplier:
-        name, engine = engine_name(socket), BridgeEngine(f"unix:{socket.absolute()}")
+        name = engine_name(socket)
+        engine = BridgeEngine(f"unix:{socket.absolute()}", self._run_dir)
         made = self._made(name, engine)
         if self._applier is not None:
             self._watch_updates(name, made.supervisor, engine, self._applier)
@@ -161,4 +164,4 @@ async def _opened(name: str, options: EngineOptions, segment_socket: Path) -> En
         from weightsync_server.engine.drivers.memory_engine import load_memory_engine
 
         return load_memory_engine(options.model, segment_socket, options.ranks)
-    return BridgeEngine(name)
+    return BridgeEngine(name, segment_socket.parent)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync import clock
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from weightsync_server.model import Model
+    from weightsync_server.ops.disk_watch import DiskReading, DiskWatch
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.push import PushService
     from weightsync_server.status import Processes
@@ -21,6 +25,7 @@ def track(
     model: Model,
     processes: Processes,
     pushes: PushService,
+    disks: DiskWatch,
 ) -> None:
     """Have every gauge read at each scrape.
 
@@ -29,9 +34,11 @@ def track(
         model: The one model.
         processes: Those that the server keeps.
         pushes: Uploads.
+        disks: What is written to.
     """
     _track_versions(metrics, model)
     _track_memory(metrics, model)
+    _track_disks(metrics, disks)
     metrics.track(
         "weightsync_fetchers", "Fetcher processes alive.", lambda: processes.fetchers.alive
     )
@@ -101,3 +108,27 @@ def _track_memory(metrics: Metrics, model: Model) -> None:
         lambda: sum(slot.state in ("receiving", "staged", "live") for slot in slots.status()),
     )
     metrics.track("weightsync_slots", "Slots configured.", lambda: len(slots.slots))
+
+
+#: What is shown of each disk, its help, and how it is read.
+_OF_DISKS: tuple[tuple[str, str, Callable[[DiskReading], float]], ...] = (
+    ("free_bytes", "What can still be written to the disk of a folder.", lambda r: r.free_bytes),
+    ("used_bytes", "What is in use on the disk of a folder.", lambda r: r.used_bytes),
+    (
+        "full",
+        "1 while nothing more is written to a folder: full, read-only, or its disk hangs.",
+        lambda r: bool(r.error),
+    ),
+)
+
+
+def _track_disks(metrics: Metrics, disks: DiskWatch) -> None:
+    names = [folder.name for folder in disks.folders]
+    for suffix, text, value in _OF_DISKS:
+        gauges = metrics.gauges(f"weightsync_disk_{suffix}", text, "folder", names)
+        for name, gauge in gauges.items():
+            gauge.set_function(partial(_of_disk, disks, name, value))
+
+
+def _of_disk(disks: DiskWatch, name: str, value: Callable[[DiskReading], float]) -> float:
+    return value(disks.reading(name))

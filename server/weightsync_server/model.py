@@ -7,7 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync_server.catalog.accepted_tensors import AcceptedTensors
+from weightsync_server.catalog.client_runs import ClientRuns
 from weightsync_server.catalog.commits import CommitService
+from weightsync_server.catalog.engine_layouts import EngineLayouts
 from weightsync_server.catalog.epochs import Epochs
 from weightsync_server.catalog.feed import ChangeFeed
 from weightsync_server.catalog.garbage_collector import GarbageCollector
@@ -69,6 +71,7 @@ class Model:
         disk: Promises room in the store.
         table: Which versions exist.
         epochs: Who may write them.
+        runs: Which runs of clients they came from.
         pins: What people decided about them, and which numbers were used.
         serving: Which of them is live, and which may be.
         commits: Makes them exist, and erases them.
@@ -76,6 +79,7 @@ class Model:
         collector: Deletes them.
         feed: Tells watchers of their changes.
         accepted: Which tensors the engine takes.
+        engine_layouts: What the engines hold.
         segments: Owns their memory.
         slots: Who has it.
         orphans: Drops those that are not committed.
@@ -91,6 +95,7 @@ class Model:
     disk: DiskQuota
     table: VersionTable
     epochs: Epochs
+    runs: ClientRuns
     pins: Pins
     serving: ServingState
     commits: CommitService
@@ -98,6 +103,7 @@ class Model:
     collector: GarbageCollector
     feed: ChangeFeed
     accepted: AcceptedTensors
+    engine_layouts: EngineLayouts
     segments: SegmentAllocator
     slots: SlotPool
     orphans: OrphanReaper
@@ -183,6 +189,7 @@ def _assembled(
         disk=disk,
         table=table,
         epochs=epochs,
+        runs=ClientRuns(table, epochs),
         pins=pins,
         serving=serving,
         commits=commits,
@@ -190,6 +197,7 @@ def _assembled(
         collector=collector,
         feed=ChangeFeed(table),
         accepted=AcceptedTensors(table, commits),
+        engine_layouts=EngineLayouts(),
         segments=segments,
         slots=slots,
         orphans=orphans,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from weightsync.model.manifest import MAX_VERSION
 from weightsync_server.auth import Endpoint, ListenerOptions, Role
@@ -14,20 +16,21 @@ from weightsync_server.engines import EngineOptions
 from weightsync_server.fleet_host.fleet_service import FleetOptions
 from weightsync_server.follow.start import FollowOptions
 from weightsync_server.model import ModelLimits
+from weightsync_server.ops.disk_watch import DataFolder
 from weightsync_server.push import PushLimits
 from weightsync_server.register.etcd_tls import EtcdTls
 from weightsync_server.rpc.rate_limits import CallLimits
 from weightsync_server.train.train_options import TrainOptions
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from weightsync_server.settings import Settings
 
 __all__ = [
+    "STORE",
     "apply_limits",
     "attach_socket",
     "call_limits",
+    "data_folders",
     "engine_options",
     "fleet_options",
     "follow_options",
@@ -37,6 +40,10 @@ __all__ = [
     "train_options",
 ]
 
+#: The folder of versions, among those that are looked at.
+STORE = "store"
+#: Where vLLM's processes share memory; one that is full ends them.
+_SHM = Path("/dev/shm")  # noqa: S108 - it is looked at, and nothing is written there
 #: The engine's checkpoint is the first version, whatever is pushed before the engine is up.
 CHECKPOINT_VERSION = 1
 
@@ -62,6 +69,24 @@ def model_limits(settings: Settings) -> ModelLimits:
         disk_floor_bytes=settings.disk_floor_bytes,
         reserved_version=CHECKPOINT_VERSION,
     )
+
+
+def data_folders(settings: Settings, store: str) -> list[DataFolder]:
+    """Return what is written to and may fill up.
+
+    Args:
+        settings: All.
+        store: URL of the opened store, of which a folder of this host may fill up.
+    """
+    folders = [DataFolder("state", settings.state_dir.absolute())]
+    if store.startswith("file:"):
+        path = Path(unquote(urlsplit(store).path))
+        folders.insert(0, DataFolder(STORE, path, settings.disk_floor_bytes))
+    if settings.checkpoint_dir is not None:
+        folders.append(DataFolder("checkpoints", settings.checkpoint_dir.absolute()))
+    if _SHM.is_dir():
+        folders.append(DataFolder("shm", _SHM))
+    return folders
 
 
 def follow_options(settings: Settings) -> FollowOptions:
@@ -102,6 +127,7 @@ def apply_limits(settings: Settings) -> ApplyLimits:
         prepare_timeout_s=settings.prepare_timeout_s,
         commit_timeout_s=settings.commit_timeout_s,
         pause_lease_s=settings.pause_lease_s,
+        in_place_pause_s=settings.in_place_pause_s,
         read_ahead=settings.read_ahead,
     )
 
@@ -124,8 +150,13 @@ def _trainer_address(settings: Settings) -> str:
     return f"unix:{settings.segment_socket.with_name('trainer.sock').absolute()}"
 
 
-def train_options(settings: Settings) -> TrainOptions | None:
-    """Return which trainer is supervised; None: there is none."""
+def train_options(settings: Settings, identity: str) -> TrainOptions | None:
+    """Return which trainer is supervised; None: there is none.
+
+    Args:
+        settings: All.
+        identity: Of this server.
+    """
     if not settings.trainer:
         return None
     below = settings.checkpoint_dir
@@ -137,6 +168,8 @@ def train_options(settings: Settings) -> TrainOptions | None:
         address=_trainer_address(settings),
         states=(settings.state_dir / "trainer").absolute(),
         checkpoints=below.absolute() if below is not None else None,
+        checkpoint_folders=settings.checkpoint_folders,
+        identity=identity,
         queue=settings.trainer_queue,
         start_timeout_s=settings.trainer_start_timeout_s,
         silence_s=settings.trainer_silence_s,

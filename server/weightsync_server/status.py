@@ -10,6 +10,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from weightsync_server.engine import EngineSet
     from weightsync_server.model import Model
+    from weightsync_server.ops.disk_watch import DiskWatch
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.push import PushService
     from weightsync_server.workers.runtime.process_pool import ProcessPool
@@ -33,6 +34,7 @@ class StatusSource:
         engines: Of this host.
         processes: Those that the server keeps.
         metrics: Where violations are counted.
+        disks: What is written to.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class StatusSource:
         engines: EngineSet,
         processes: Processes,
         metrics: Metrics,
+        disks: DiskWatch,
     ) -> None:
         self._model = model
         self._pushes = pushes
         self._engines = engines
         self._processes = processes
         self._metrics = metrics
+        self._disks = disks
         self._started_ns = clock.wall_ns()
 
     def __call__(self) -> pb.GetStatusResponse:
@@ -63,6 +67,16 @@ class StatusSource:
             ingest_processes=self._processes.ingesters.alive,
             store=store.url,
             durable=store.durable,
+            disks=[
+                pb.DiskStatus(
+                    folder=disk.name,
+                    path=disk.path,
+                    free_bytes=disk.free_bytes,
+                    used_bytes=disk.used_bytes,
+                    error=disk.error,
+                )
+                for disk in self._disks.readings()
+            ],
         )
         answer.start_time.FromNanoseconds(self._started_ns)
         return answer
@@ -87,4 +101,5 @@ class StatusSource:
             slots=self._model.slots.status(),
             pushes=self._pushes.status(),
             apply_id=next((one.apply_id for one in engines if one.apply_id), ""),
+            client_runs=self._model.runs.status(),
         )

@@ -198,6 +198,7 @@ class MemoryEngine(MemoryRank):
 
     async def health(self) -> EngineHealth:
         """Tell how the engine is."""
+        self._limit.check()
         return EngineHealth(
             self._condition, self._reason, self._engine_id, open_apply=self._lease.open_apply
         )

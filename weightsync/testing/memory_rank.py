@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import parse_header
+from weightsync.model.tensor_facts import unlike
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import MappedSegment
 from weightsync.shm.staged_version import StagedVersion
@@ -154,7 +155,11 @@ class MemoryRank:
 
     def _state(self, args: Mapping[str, Any]) -> dict[str, Any]:
         del args
-        return {"content_digest": self._content, "dirty": self._dirty, "written": self.touched}
+        known = {"content_digest": self._content, "dirty": self._dirty, "written": self.touched}
+        return known | self._writers()
+
+    def _writers(self) -> dict[str, Any]:
+        return self.live.writers.state() if isinstance(self.live, SharedTensors) else {}
 
     def _check(self, args: Mapping[str, Any]) -> dict[str, Any]:
         with SegmentClient(self._socket) as client:
@@ -162,7 +167,9 @@ class MemoryRank:
         layout = StagedVersion.from_view(MappedSegment(fd, size).view).manifest.layout
         found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
         if extra := sorted(found.keys() - self._kinds.keys()):
-            raise _MisfitError(f"tensor {extra[0]} is extra; push this model", extra)
+            raise _MisfitError(f"push this model: tensor {extra[0]} is extra", extra)
+        if args.get("whole"):
+            self._check_fit(found)
         self._check_kinds(found)
         return {}
 
@@ -206,7 +213,7 @@ class MemoryRank:
         if others := sorted(found.keys() ^ self._kinds.keys()):
             name = others[0]
             raise _MisfitError(
-                f"tensor {name} is {'extra' if name in found else 'missing'}; push this model",
+                f"push this model: tensor {name} is {'extra' if name in found else 'missing'}",
                 others,
             )
         self._check_kinds(found)
@@ -214,11 +221,8 @@ class MemoryRank:
     def _check_kinds(self, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         if wrong := [name for name, kind in found.items() if kind != self._kinds[name]]:
             name = wrong[0]
-            raise _MisfitError(
-                f"tensor {name} is {found[name]}, the model has {self._kinds[name]}; "
-                "push this model",
-                wrong,
-            )
+            clause = unlike(name, found[name], self._kinds[name])
+            raise _MisfitError(f"push this model: {clause}", wrong)
 
     def _base(self, prepared: _Prepared, apply_id: str) -> None:
         base = self._prepared.get(apply_id)
@@ -295,6 +299,7 @@ class MemoryRank:
         self._digests = {}
         self._content, self._dirty = ("", True) if wrong else (prepared.content_digest, False)
         report = {"phase": "ready", "proved": not wrong, "mismatched": wrong}
+        report["holders"] = self._writers().get("holders", [])
         self._tell(str(args["page"]), {"ticket": args["ticket"], **report})
         return {}
 
@@ -305,11 +310,13 @@ class MemoryRank:
 
     def _digest(self, args: Mapping[str, Any]) -> dict[str, Any]:
         self._known(args)
+        writing = bool(self._writers().get("writing"))
         self._content, self._dirty = str(args["name"]), False
         self._digests = self._live_digests()
         return {
             "apply_id": str(args["apply_id"]),
             "content_digest": self._content,
+            "writing": writing,
             "parts": self._digests if args.get("parts") else {},
         }
 
@@ -319,13 +326,22 @@ class MemoryRank:
     def _attach(self, args: Mapping[str, Any]) -> dict[str, Any]:
         report: dict[str, Any] = {"ticket": args["ticket"], "phase": "ready", "error": ""}
         if isinstance(self.live, SharedTensors):
-            offer = str(args["offer"])
-            self.live.hand_out(self._socket, offer, self.name, self._checkpoint, self._kinds)
+            self._hand_out(self.live, args)
         else:
             error = "this engine was made without attachable=True"
             report |= {"phase": "failed", "error": error, "refused": True}
         self._tell(str(args["page"]), report)
         return {}
+
+    def _hand_out(self, live: SharedTensors, args: Mapping[str, Any]) -> None:
+        offer, access = str(args.get("offer", "")), str(args.get("access", ""))
+        if "holder" in args:
+            live.writers.remember(args, self._socket)
+        elif access == "write":
+            live.open_block(self._socket, offer, self.name)
+        else:
+            facts = self._checkpoint, self._kinds
+            live.hand_out(self._socket, offer, self.name, *facts, writable=access != "read")
 
     def _tell(self, page: str, report: Mapping[str, Any]) -> None:
         with SegmentClient(self._socket) as client:

@@ -7,7 +7,8 @@ import weakref
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
-from weightsync.shm.live_views import DOCUMENT, MEMORY, LiveBox, LiveViews
+from weightsync.shm.live_views import DOCUMENT, GATE, MEMORY, LiveBox, LiveViews
+from weightsync.shm.live_writers import LiveWriters
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import Segment
 
@@ -25,6 +26,9 @@ class SharedTensors(MutableMapping[str, bytes]):
 
     Args:
         tensors: What they are.
+
+    Attributes:
+        writers: Who else has them.
     """
 
     def __init__(self, tensors: Mapping[str, bytes]) -> None:
@@ -34,6 +38,8 @@ class SharedTensors(MutableMapping[str, bytes]):
             self._places[name] = end, len(data)
             end += -(-len(data) // _ALIGNMENT) * _ALIGNMENT
         self._segment = Segment.create(end)
+        segment = self._segment
+        self.writers = LiveWriters(lambda: (segment,))
         weakref.finalize(self, self._segment.close)
         for name, data in tensors.items():
             self[name] = data
@@ -68,6 +74,8 @@ class SharedTensors(MutableMapping[str, bytes]):
         rank: str,
         checkpoint: str,
         kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+        *,
+        writable: bool,
     ) -> None:
         """Send what opens the memory over the segment socket, as a rank of vLLM does.
 
@@ -77,16 +85,29 @@ class SharedTensors(MutableMapping[str, bytes]):
             rank: `dp/pp/tp`.
             checkpoint: What the engine has loaded.
             kinds: Name to dtype and shape.
+            writable: Whether it can be written at any time, as older releases want it.
         """
         boxes = tuple(self._box(name, *kind) for name, kind in kinds.items())
         document = LiveViews(rank, b"", checkpoint, {}, boxes).to_json()
-        fds = [os.memfd_create("weightsync", os.MFD_CLOEXEC), self._segment.lend()]
+        memory = self._segment.lend() if writable else self._segment.read_only_fd()
+        fds = [os.memfd_create("weightsync", os.MFD_CLOEXEC), memory]
         try:
             os.pwrite(fds[0], document, 0)
             files = [(DOCUMENT, len(document)), (MEMORY, self._segment.capacity)]
             with SegmentClient(socket) as client:
                 parts = ((*file, fd) for file, fd in zip(files, fds, strict=True))
                 client.offer(f"{offer}/{rank}", list(parts))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def open_block(self, socket: str, offer: str, rank: str) -> None:
+        """Send what the memory is written with in one block; see `hand_out`."""
+        fds = [self.writers.gate(), self._segment.lend()]
+        try:
+            with SegmentClient(socket) as client:
+                files = [(GATE, 0, fds[0]), (MEMORY, self._segment.capacity, fds[1])]
+                client.offer(f"{offer}/{rank}", files)
         finally:
             for fd in fds:
                 os.close(fd)

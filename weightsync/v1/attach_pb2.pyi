@@ -26,19 +26,26 @@ class AttachRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     engine: _builtins.str
     """Name of the engine, from GetStatus; empty: the server's only one."""
+    job: _builtins.str
+    """Names the job that the caller is a process of, at most 64 printable characters: all of its
+    processes write together, and no other job does. Who names one is given memory that can only be
+    read until a transaction begins; empty, as of an older release: that can always be written.
+    """
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         engine: _builtins.str = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "job", b"job", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -137,19 +144,26 @@ class BeginInPlace(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     engine: _builtins.str
     """Name of the engine, from Attach; empty: the server's only one."""
     base_version: _builtins.int
     """The version that the trainer has computed on, which must be live."""
+    attachment: _builtins.str
+    """From the answer to redeem on the attach socket: whose transaction this is, as long as that
+    connection lasts. Empty only of an older release.
+    """
     @_builtins.property
     def pause(self) -> _weightsync_pb2.PauseOptions:
         """How to pause. BETWEEN_STEPS is none."""
 
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """How long the trainer may be silent; 0.1 to 600 s, unset: 60 s."""
+        """How long the trainer may be silent; 0.1 to 600 s, unset: 60 s. However often it is renewed, the
+        engine stands still no longer than the server's --in-place-pause-s.
+        """
 
     def __init__(
         self,
@@ -159,10 +173,11 @@ class BeginInPlace(_message.Message):
         base_version: _builtins.int = ...,
         pause: _weightsync_pb2.PauseOptions | None = ...,
         lease: _duration_pb2.Duration | None = ...,
+        attachment: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "pause", b"pause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "engine", b"engine", "lease", b"lease", "model", b"model", "pause", b"pause"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "base_version", b"base_version", "engine", b"engine", "lease", b"lease", "model", b"model", "pause", b"pause"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -245,6 +260,7 @@ class WriteInPlaceResponse(_message.Message):
     BEGUN_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begun(self) -> Global___InPlaceBegun:
         """The engine stands still; what is live may be written."""
@@ -257,18 +273,25 @@ class WriteInPlaceResponse(_message.Message):
     def live(self) -> Global___InPlaceLive:
         """It is live, and has to be pushed."""
 
+    @_builtins.property
+    def revoked(self) -> Global___InPlaceRevoked:
+        """The server has ended the block: nothing may be written any more. The call fails afterwards,
+        with the reason. Only to who names an attachment.
+        """
+
     def __init__(
         self,
         *,
         begun: Global___InPlaceBegun | None = ...,
         committed: Global___InPlaceCommitted | None = ...,
         live: Global___InPlaceLive | None = ...,
+        revoked: Global___InPlaceRevoked | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "live", b"live", "outcome", b"outcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "live", b"live", "outcome", b"outcome", "revoked", b"revoked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "live", b"live", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "committed", b"committed", "live", b"live", "outcome", b"outcome", "revoked", b"revoked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["begun", "committed", "live"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["begun", "committed", "live", "revoked"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
@@ -295,6 +318,28 @@ class InPlaceBegun(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InPlaceBegun: _TypeAlias = InPlaceBegun  # noqa: Y015
+
+@_typing.final
+class InPlaceRevoked(_message.Message):
+    """The block is over, and the trainer has to let go of what it could write."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why, one sentence."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InPlaceRevoked: _TypeAlias = InPlaceRevoked  # noqa: Y015
 
 @_typing.final
 class InPlaceLive(_message.Message):

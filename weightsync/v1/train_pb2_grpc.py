@@ -76,7 +76,8 @@ class TrainServiceServicer:
     def Checkpoint(self, request, context):
         """Returns when the live version is durable in the version store, with the trainer's state, and
         optionally is a folder of the Hugging Face layout that a new vLLM can load. Waits for the job
-        that runs.
+        that runs; at most one is written and trainer_queue wait (LIMIT_EXCEEDED). A caller that leaves
+        ends it. Of the folders that the server has made checkpoint_folders stay, the newest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

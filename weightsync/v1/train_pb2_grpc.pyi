@@ -44,7 +44,8 @@ class TrainServiceStub:
     Checkpoint: _grpc.UnaryUnaryMultiCallable[_train_pb2.CheckpointRequest, _train_pb2.CheckpointResponse]
     """Returns when the live version is durable in the version store, with the trainer's state, and
     optionally is a folder of the Hugging Face layout that a new vLLM can load. Waits for the job
-    that runs.
+    that runs; at most one is written and trainer_queue wait (LIMIT_EXCEEDED). A caller that leaves
+    ends it. Of the folders that the server has made checkpoint_folders stay, the newest.
     """
     GetTrainStatus: _grpc.UnaryUnaryMultiCallable[_train_pb2.GetTrainStatusRequest, _train_pb2.GetTrainStatusResponse]
     """Tells what the trainer does."""
@@ -67,7 +68,8 @@ class TrainServiceAsyncStub(TrainServiceStub):
     Checkpoint: _aio.UnaryUnaryMultiCallable[_train_pb2.CheckpointRequest, _train_pb2.CheckpointResponse]  # type: ignore[assignment]
     """Returns when the live version is durable in the version store, with the trainer's state, and
     optionally is a folder of the Hugging Face layout that a new vLLM can load. Waits for the job
-    that runs.
+    that runs; at most one is written and trainer_queue wait (LIMIT_EXCEEDED). A caller that leaves
+    ends it. Of the folders that the server has made checkpoint_folders stay, the newest.
     """
     GetTrainStatus: _aio.UnaryUnaryMultiCallable[_train_pb2.GetTrainStatusRequest, _train_pb2.GetTrainStatusResponse]  # type: ignore[assignment]
     """Tells what the trainer does."""
@@ -99,7 +101,8 @@ class TrainServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_train_pb2.CheckpointResponse, _abc.Awaitable[_train_pb2.CheckpointResponse]]:
         """Returns when the live version is durable in the version store, with the trainer's state, and
         optionally is a folder of the Hugging Face layout that a new vLLM can load. Waits for the job
-        that runs.
+        that runs; at most one is written and trainer_queue wait (LIMIT_EXCEEDED). A caller that leaves
+        ends it. Of the folders that the server has made checkpoint_folders stay, the newest.
         """
 
     @_abc_1.abstractmethod

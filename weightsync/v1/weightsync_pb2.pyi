@@ -517,19 +517,23 @@ class AcquireEpochRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
+    CLIENT_RUN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name from the server's settings, [A-Za-z0-9][A-Za-z0-9._-]{0,127}."""
     holder: _builtins.str
     """Who asks, for logs and status. At most 256 bytes."""
+    client_run: _builtins.str
+    """The run of the client that asks, as in BeginPush. At most 128 bytes, printable; empty: not told."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         holder: _builtins.str = ...,
+        client_run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_run", b"client_run", "holder", b"holder", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -636,6 +640,8 @@ class BeginPushRequest(_message.Message):
     WRITER_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
+    CLIENT_RUN_FIELD_NUMBER: _builtins.int
+    EPOCH_ASSIGNED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name. Unknown: NOT_FOUND listing the configured ones."""
     version: _builtins.int
@@ -691,6 +697,14 @@ class BeginPushRequest(_message.Message):
     digest: that of the writers that came before, or, of the first one, the live version. A writer that
     names another base than they did fails the push for all, with LAYOUT_INVALID and its number.
     """
+    client_run: _builtins.str
+    """Names the run of the client, the same for all pushes of one process; of several writers that of
+    writer 0 counts. Where another run took the newest epoch and pushed under it, a push of this one
+    with epoch 0 is refused with EPOCH_STALE; without an epoch both are told of each other. At most 128
+    bytes, printable; empty: not told.
+    """
+    epoch_assigned: _builtins.bool
+    """The epoch above is what an earlier answer to this push told, and none that the caller took."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free text kept with the version, such as step and run_id. At most 64 entries and 16 KiB."""
@@ -723,10 +737,12 @@ class BeginPushRequest(_message.Message):
         writer: _builtins.int = ...,
         partial: _builtins.bool = ...,
         base_version: _builtins.int = ...,
+        client_run: _builtins.str = ...,
+        epoch_assigned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["same_host", b"same_host", "source", b"source", "stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "base_version", b"base_version", "epoch", b"epoch", "fallback_reason", b"fallback_reason", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "partial", b"partial", "same_host", b"same_host", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version", "writer", b"writer", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "base_version", b"base_version", "client_run", b"client_run", "epoch", b"epoch", "epoch_assigned", b"epoch_assigned", "fallback_reason", b"fallback_reason", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "partial", b"partial", "same_host", b"same_host", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version", "writer", b"writer", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["stream", "same_host"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -1068,7 +1084,7 @@ class LayoutPart(_message.Message):
     """True on the last part of this shard."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """Tensors in any order, at most 200,000 per version; a message is at most 1 MiB."""
+        """Tensors in any order, at most 2,000,000 per version; a message is at most 1 MiB."""
 
     def __init__(
         self,
@@ -1162,6 +1178,7 @@ class CommitPushRequest(_message.Message):
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     SHARD_COUNT_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
+    CAST_TENSORS_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """From BeginPush. May be empty on the stream that began or joined the push."""
     content_digest: _builtins.str
@@ -1172,6 +1189,10 @@ class CommitPushRequest(_message.Message):
     """As in BeginPush. Each writer commits; all calls wait for the last of them and get the same
     answer, which tells the content digest that none of them knows.
     """
+    cast_tensors: _builtins.int
+    """Tensors that the trainer has cast to the dtypes of the engine, for the counter; of several
+    writers the most. No more count than the version has.
+    """
     def __init__(
         self,
         *,
@@ -1179,10 +1200,11 @@ class CommitPushRequest(_message.Message):
         content_digest: _builtins.str = ...,
         shard_count: _builtins.int = ...,
         writer: _builtins.int = ...,
+        cast_tensors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "push_id", b"push_id", "shard_count", b"shard_count", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cast_tensors", b"cast_tensors", "content_digest", b"content_digest", "push_id", b"push_id", "shard_count", b"shard_count", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1326,6 +1348,9 @@ class CommitPushResponse(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     TENSOR_COUNT_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
+    OTHER_RUN_FIELD_NUMBER: _builtins.int
+    OTHER_VERSION_FIELD_NUMBER: _builtins.int
+    RUNS_ALTERNATE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """The committed version."""
     content_digest: _builtins.str
@@ -1342,6 +1367,12 @@ class CommitPushResponse(_message.Message):
     """Number of tensors."""
     stored_bytes: _builtins.int
     """Bytes that were pushed and that the store keeps: less than size_bytes for a delta."""
+    other_run: _builtins.str
+    """Where the version before came from another run of a client: that run; empty: it did not."""
+    other_version: _builtins.int
+    """That version."""
+    runs_alternate: _builtins.bool
+    """True when this run had pushed before it: two runs push in turn."""
     def __init__(
         self,
         *,
@@ -1353,10 +1384,13 @@ class CommitPushResponse(_message.Message):
         size_bytes: _builtins.int = ...,
         tensor_count: _builtins.int = ...,
         stored_bytes: _builtins.int = ...,
+        other_run: _builtins.str = ...,
+        other_version: _builtins.int = ...,
+        runs_alternate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["already", b"already", "content_digest", b"content_digest", "durable", b"durable", "manifest_digest", b"manifest_digest", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already", b"already", "content_digest", b"content_digest", "durable", b"durable", "manifest_digest", b"manifest_digest", "other_run", b"other_run", "other_version", b"other_version", "runs_alternate", b"runs_alternate", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2400,6 +2434,105 @@ class GetVersionRequest(_message.Message):
 Global___GetVersionRequest: _TypeAlias = GetVersionRequest  # noqa: Y015
 
 @_typing.final
+class GetEngineLayoutRequest(_message.Message):
+    """Asks what the engines hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    KNOWN_SIGNATURE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name."""
+    known_signature: _builtins.str
+    """From an earlier answer: while that is still what they hold, the answer has no tensors. 32
+    hexadecimal digits; empty: not known.
+    """
+    page_token: _builtins.str
+    """From the previous page."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        known_signature: _builtins.str = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_signature", b"known_signature", "model", b"model", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetEngineLayoutRequest: _TypeAlias = GetEngineLayoutRequest  # noqa: Y015
+
+@_typing.final
+class EngineTensor(_message.Message):
+    """Name, dtype and shape of a tensor that an engine holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As in TensorSpec."""
+    dtype: _builtins.str
+    """As in TensorSpec."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in TensorSpec."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineTensor: _TypeAlias = EngineTensor  # noqa: Y015
+
+@_typing.final
+class GetEngineLayoutResponse(_message.Message):
+    """What every engine of this host that is proved to hold one version takes: the tensors of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    signature: _builtins.str
+    """Layout signature of all of them; empty: no engine is proved by now, or several hold different
+    ones, so that nothing is known. Another one than that of the page before: it has changed, and
+    this is the first page of what it is now.
+    """
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTensor]:
+        """A page of them, in no order; a message is at most 1 MiB."""
+
+    def __init__(
+        self,
+        *,
+        signature: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___EngineTensor] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "signature", b"signature", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetEngineLayoutResponse: _TypeAlias = GetEngineLayoutResponse  # noqa: Y015
+
+@_typing.final
 class TensorInfo(_message.Message):
     """One tensor of a version."""
 
@@ -3236,6 +3369,7 @@ class ModelStatus(_message.Message):
     PUSHES_FIELD_NUMBER: _builtins.int
     APPLY_ID_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    CLIENT_RUNS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     live_version: _builtins.int
@@ -3270,6 +3404,10 @@ class ModelStatus(_message.Message):
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
         """Every engine of this host, in the order of their names."""
 
+    @_builtins.property
+    def client_runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientRun]:
+        """The runs of clients that the versions came from, that of the newest first. At most 8."""
+
     def __init__(
         self,
         *,
@@ -3285,14 +3423,49 @@ class ModelStatus(_message.Message):
         pushes: _abc.Iterable[Global___PushStatus] | None = ...,
         apply_id: _builtins.str = ...,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
+        client_runs: _abc.Iterable[Global___ClientRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "engine", b"engine", "engines", b"engines", "epoch", b"epoch", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "model", b"model", "newest_version", b"newest_version", "pushes", b"pushes", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "client_runs", b"client_runs", "engine", b"engine", "engines", b"engines", "epoch", b"epoch", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "model", b"model", "newest_version", b"newest_version", "pushes", b"pushes", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelStatus: _TypeAlias = ModelStatus  # noqa: Y015
+
+@_typing.final
+class ClientRun(_message.Message):
+    """A run of a client that pushed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_RUN_FIELD_NUMBER: _builtins.int
+    NEWEST_VERSION_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    HAS_EPOCH_FIELD_NUMBER: _builtins.int
+    client_run: _builtins.str
+    """As it named itself; see BeginPush."""
+    newest_version: _builtins.int
+    """Its newest committed version."""
+    versions: _builtins.int
+    """Its versions that exist."""
+    has_epoch: _builtins.bool
+    """True when it took the newest epoch."""
+    def __init__(
+        self,
+        *,
+        client_run: _builtins.str = ...,
+        newest_version: _builtins.int = ...,
+        versions: _builtins.int = ...,
+        has_epoch: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_run", b"client_run", "has_epoch", b"has_epoch", "newest_version", b"newest_version", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientRun: _TypeAlias = ClientRun  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
@@ -3330,6 +3503,7 @@ class GetStatusResponse(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
     INGEST_PROCESSES_FIELD_NUMBER: _builtins.int
+    DISKS_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """Release of the server."""
     memory_reserved_bytes: _builtins.int
@@ -3356,6 +3530,10 @@ class GetStatusResponse(_message.Message):
     def invariant_violations(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Violations seen of each invariant, by name."""
 
+    @_builtins.property
+    def disks(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiskStatus]:
+        """Folders that the server or vLLM writes to, and the room on their disks."""
+
     def __init__(
         self,
         *,
@@ -3369,11 +3547,52 @@ class GetStatusResponse(_message.Message):
         store: _builtins.str = ...,
         durable: _builtins.bool = ...,
         ingest_processes: _builtins.int = ...,
+        disks: _abc.Iterable[Global___DiskStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "fetchers", b"fetchers", "ingest_processes", b"ingest_processes", "invariant_violations", b"invariant_violations", "memory_limit_bytes", b"memory_limit_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "models", b"models", "server_version", b"server_version", "start_time", b"start_time", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disks", b"disks", "durable", b"durable", "fetchers", b"fetchers", "ingest_processes", b"ingest_processes", "invariant_violations", b"invariant_violations", "memory_limit_bytes", b"memory_limit_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "models", b"models", "server_version", b"server_version", "start_time", b"start_time", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class DiskStatus(_message.Message):
+    """A folder that the server or vLLM writes to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOLDER_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    """What is in it: "store", "state", "checkpoints", or "shm", which vLLM's processes share."""
+    path: _builtins.str
+    """Where it is, as the server sees it."""
+    free_bytes: _builtins.int
+    """What can still be written to its disk, in bytes."""
+    used_bytes: _builtins.int
+    """What is in use on its disk, by whomever, in bytes."""
+    error: _builtins.str
+    """Why nothing more is written there, with the remedy; empty: there is room. While it is the
+    store's that has none, the health service "push" is NOT_SERVING.
+    """
+    def __init__(
+        self,
+        *,
+        folder: _builtins.str = ...,
+        path: _builtins.str = ...,
+        free_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "folder", b"folder", "free_bytes", b"free_bytes", "path", b"path", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskStatus: _TypeAlias = DiskStatus  # noqa: Y015

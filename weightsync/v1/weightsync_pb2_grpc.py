@@ -85,6 +85,11 @@ class WeightSyncStub:
                 request_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetVersionRequest.SerializeToString,
                 response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetVersionResponse.FromString,
                 _registered_method=True)
+        self.GetEngineLayout = channel.unary_unary(
+                '/weightsync.v1.WeightSync/GetEngineLayout',
+                request_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetEngineLayoutRequest.SerializeToString,
+                response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetEngineLayoutResponse.FromString,
+                _registered_method=True)
         self.WatchVersions = channel.unary_stream(
                 '/weightsync.v1.WeightSync/WatchVersions',
                 request_serializer=weightsync_dot_v1_dot_weightsync__pb2.WatchVersionsRequest.SerializeToString,
@@ -205,6 +210,13 @@ class WeightSyncServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetEngineLayout(self, request, context):
+        """Tells the names, dtypes and shapes that the engines hold, page by page: what a trainer casts to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchVersions(self, request, context):
         """Sends the present state of every version, then each change, until the caller cancels.
         """
@@ -316,6 +328,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.GetVersion,
                     request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetVersionRequest.FromString,
                     response_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetVersionResponse.SerializeToString,
+            ),
+            'GetEngineLayout': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEngineLayout,
+                    request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.GetEngineLayoutRequest.FromString,
+                    response_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetEngineLayoutResponse.SerializeToString,
             ),
             'WatchVersions': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchVersions,
@@ -629,6 +646,33 @@ class WeightSync:
             '/weightsync.v1.WeightSync/GetVersion',
             weightsync_dot_v1_dot_weightsync__pb2.GetVersionRequest.SerializeToString,
             weightsync_dot_v1_dot_weightsync__pb2.GetVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEngineLayout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightsync.v1.WeightSync/GetEngineLayout',
+            weightsync_dot_v1_dot_weightsync__pb2.GetEngineLayoutRequest.SerializeToString,
+            weightsync_dot_v1_dot_weightsync__pb2.GetEngineLayoutResponse.FromString,
             options,
             channel_credentials,
             insecure,

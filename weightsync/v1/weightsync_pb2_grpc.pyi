@@ -78,6 +78,8 @@ class WeightSyncStub:
     """Lists the versions of a model, newest first."""
     GetVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetVersionRequest, _weightsync_pb2.GetVersionResponse]
     """Tells all about one version, its tensors page by page."""
+    GetEngineLayout: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetEngineLayoutRequest, _weightsync_pb2.GetEngineLayoutResponse]
+    """Tells the names, dtypes and shapes that the engines hold, page by page: what a trainer casts to."""
     WatchVersions: _grpc.UnaryStreamMultiCallable[_weightsync_pb2.WatchVersionsRequest, _weightsync_pb2.WatchVersionsResponse]
     """Sends the present state of every version, then each change, until the caller cancels."""
     PinVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.PinVersionRequest, _weightsync_pb2.PinVersionResponse]
@@ -133,6 +135,8 @@ class WeightSyncAsyncStub(WeightSyncStub):
     """Lists the versions of a model, newest first."""
     GetVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetVersionRequest, _weightsync_pb2.GetVersionResponse]  # type: ignore[assignment]
     """Tells all about one version, its tensors page by page."""
+    GetEngineLayout: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetEngineLayoutRequest, _weightsync_pb2.GetEngineLayoutResponse]  # type: ignore[assignment]
+    """Tells the names, dtypes and shapes that the engines hold, page by page: what a trainer casts to."""
     WatchVersions: _aio.UnaryStreamMultiCallable[_weightsync_pb2.WatchVersionsRequest, _weightsync_pb2.WatchVersionsResponse]  # type: ignore[assignment]
     """Sends the present state of every version, then each change, until the caller cancels."""
     PinVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.PinVersionRequest, _weightsync_pb2.PinVersionResponse]  # type: ignore[assignment]
@@ -245,6 +249,14 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetVersionResponse, _abc.Awaitable[_weightsync_pb2.GetVersionResponse]]:
         """Tells all about one version, its tensors page by page."""
+
+    @_abc_1.abstractmethod
+    def GetEngineLayout(
+        self,
+        request: _weightsync_pb2.GetEngineLayoutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weightsync_pb2.GetEngineLayoutResponse, _abc.Awaitable[_weightsync_pb2.GetEngineLayoutResponse]]:
+        """Tells the names, dtypes and shapes that the engines hold, page by page: what a trainer casts to."""
 
     @_abc_1.abstractmethod
     def WatchVersions(

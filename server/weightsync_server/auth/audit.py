@@ -26,6 +26,9 @@ __all__ = ["Audit"]
 
 logger = logging.getLogger("weightsync.audit")
 
+#: Seconds from a line about calls that prove nobody's authority to the next: they may be many.
+_STRANGERS_S = 60.0
+
 
 class Audit:
     """Writes audit lines and counts them beside the calls that changed something.
@@ -51,9 +54,15 @@ class Audit:
             "reason",
             [reason.lower() for reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED)],
         )
+        #: Calls of strangers that no line has counted yet, and when the next line may come.
+        self._strangers = 0
+        self._next_line_s = float("-inf")
 
     def refuse(self, error: WeightSyncError, attempt: RejectedCall, times: int = 1) -> None:
-        """Count calls that were refused at the door; those of a principal get a line.
+        """Count calls that were refused at the door, and write a line.
+
+        Those that prove nobody's authority have one a minute, about the last of them, with their
+        number since the one before: strangers could fill the disk.
 
         Args:
             error: Why.
@@ -63,18 +72,24 @@ class Audit:
         counter = self._refused.get(error.reason.lower())
         if counter is not None:
             counter.inc(times)
-        if error.reason is Reason.PERMISSION_DENIED:
-            # It has a name to answer for; strangers could fill the disk with lines.
-            line = {
-                "time": _now(),
-                "who": attempt.who,
-                "method": attempt.method,
-                "model": self._model,
-                "outcome": "PERMISSION_DENIED",
-                "peer": attempt.peer,
-                "refused": error.message,
-            }
-            logger.warning("%s", json.dumps(line | ({"times": times} if times > 1 else {})))
+        if error.reason is Reason.UNAUTHENTICATED:
+            self._strangers += times
+            if clock.monotonic() < self._next_line_s:
+                return
+            self._next_line_s = clock.monotonic() + _STRANGERS_S
+            times, self._strangers = self._strangers, 0
+        elif error.reason is not Reason.PERMISSION_DENIED:
+            return
+        line = {
+            "time": _now(),
+            "who": attempt.who,
+            "method": attempt.method,
+            "model": self._model,
+            "outcome": error.reason.value,
+            "peer": attempt.peer,
+            "refused": error.message,
+        }
+        logger.warning("%s", json.dumps(line | ({"times": times} if times > 1 else {})))
 
     def write(self, caller: Caller, outcome: str) -> None:
         """Write the line of one call that has ended.

@@ -109,6 +109,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_OURS}/VerifyVersion": Rule(_APPLY | _READ),
         f"{_OURS}/ListVersions": Rule(_ANY | _FOLLOW),
         f"{_OURS}/GetVersion": Rule(_ANY | _FOLLOW),
+        f"{_OURS}/GetEngineLayout": Rule(_PUSHING | _READ),
         f"{_OURS}/WatchVersions": Rule(_ANY | _FOLLOW),
         f"{_OURS}/GetStatus": Rule(_ANY),
         f"{_OURS}/GetFleetStatus": Rule(_ANY),

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from weightsync_server.fleet.fleet_plan import FleetPlan
     from weightsync_server.register.register import Register
 
-__all__ = ["ContentMark", "keep_marks", "marks_of_keys", "marks_of_plans", "newest_marks"]
+__all__ = [
+    "ContentMark",
+    "keep_marks",
+    "marks_of_keys",
+    "marks_of_plans",
+    "newest_marks",
+    "superseded_marks",
+]
 
 
 class ContentMark(NamedTuple):
@@ -80,3 +87,22 @@ async def keep_marks(register: Register, plans: Iterable[FleetPlan]) -> None:
         since = (rejected_key(digest), rejected_since_key(number, digest))
         for key in since if rejected else (rejected_until_key(number, digest),):
             await create_until_answered(register, key, b"{}")
+
+
+async def superseded_marks(register: Register) -> list[str]:
+    """Return the keys below `rejected/` that say nothing which the newest of a content does not.
+
+    Raises:
+        WeightSyncError: As `Register.list`.
+    """
+    keys = await register.list(REJECTED)
+    marks = {key: mark for key in keys for mark in marks_of_keys([key])}
+    newest: dict[str, ContentMark] = {}
+    for mark in marks.values():
+        newest[mark.digest] = max(mark, newest.get(mark.digest, mark))
+    return [
+        key
+        for key, mark in marks.items()
+        # Of what is rejected the first release reads the one without a number alone.
+        if mark != newest[mark.digest] and not (newest[mark.digest].rejected and not mark.number)
+    ]

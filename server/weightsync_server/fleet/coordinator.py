@@ -26,10 +26,23 @@ from weightsync_server.fleet.fleet_keys import (
     pause_key,
     plan_key,
     reports_prefix,
+    rollback_key,
     roster_key,
 )
-from weightsync_server.fleet.fleet_plan import ApplyPhase, FleetPlan, Kind, Verdict, divide
-from weightsync_server.fleet.fleet_records import decode_member, encode_plan, encode_roster
+from weightsync_server.fleet.fleet_plan import (
+    ApplyPhase,
+    FleetPlan,
+    FleetVersion,
+    Kind,
+    Verdict,
+    divide,
+)
+from weightsync_server.fleet.fleet_records import (
+    decode_member,
+    decode_rollback,
+    encode_plan,
+    encode_roster,
+)
 from weightsync_server.fleet.history_compaction import compact
 from weightsync_server.fleet.plan_checks import (
     check_new,
@@ -46,7 +59,6 @@ if TYPE_CHECKING:
     from weightsync_server.fleet.coordinator_steps import Reports
     from weightsync_server.fleet.fleet_history import Apply, History
     from weightsync_server.fleet.fleet_limits import FleetLimits
-    from weightsync_server.fleet.fleet_plan import FleetVersion
     from weightsync_server.register.register import Register
 
 __all__ = ["Coordinator", "FleetProgress", "Outcome"]
@@ -116,6 +128,7 @@ class Coordinator:
         self._register, self._name = register, name
         self._limits, self._on_progress = limits, on_progress
         self._reader = HistoryReader(register)
+        self._warned: frozenset[str] = frozenset()
 
     async def apply(
         self,
@@ -166,6 +179,10 @@ class Coordinator:
         """
         if earlier := planned_with(await self._reader.read(), key, None):
             return await self.drive(earlier)
+        # After the history: what that has forgotten is there.
+        if key and (kept := await self._register.get(rollback_key(key))) is not None:
+            number, target, verdict, why = decode_rollback(kept)
+            return Outcome(number, verdict, target, why)
         check_pause(kind, pause, self._limits.undecided_s)
         history = await self._free()
         target, left = rollback_target(history)
@@ -194,7 +211,9 @@ class Coordinator:
                 `Register.list`.
         """
         why = f"it was ended by a call: {reason}" if reason else "it was ended by a call"
-        history = await self._readable()
+        history = await self._reader.read()
+        if history.unreadable:
+            return await self._abort_unread(history, why)
         apply = history.running
         if apply is None:
             return None
@@ -204,6 +223,15 @@ class Coordinator:
             await decide(self._register, plan.number, apply.step, Verdict.ABORT, self._name, why)
             apply = await self._find(plan.number)
         return Outcome(plan.number, verdict, plan.target, apply.reason)
+
+    async def _abort_unread(self, history: History, why: str) -> Outcome:
+        """Decide against an apply of which nothing but its number can be read."""
+        number, verdict = history.unreadable_number, None
+        if not history.unreadable_commits:
+            verdict = await decide(self._register, number, 1, Verdict.ABORT, self._name, why)
+        if verdict is not Verdict.ABORT:
+            raise WeightSyncError(Reason.NOT_SUPPORTED, history.unreadable)
+        return Outcome(number, verdict, FleetVersion(0, ""), why)
 
     async def drive(self, number: int) -> Outcome:
         """Bring a plan to its decision, whoever wrote it, and wait for its members.
@@ -243,9 +271,11 @@ class Coordinator:
             return False
         if isinstance(order, Decide):
             await failpoints.reach("fleet.coordinate")
-            await decide(
-                self._register, plan.number, order.step, order.verdict, self._name, order.reason
-            )
+            # Of those that come in this very moment a barrier's COMMIT would know nothing.
+            whole = plan.kind is Kind.BARRIER and order.verdict is Verdict.COMMIT
+            who = plan.members if whole else ()
+            given = (plan.number, order.step, order.verdict, self._name, order.reason)
+            await decide(self._register, *given, among=who)
             await failpoints.reach("fleet.coordinated")
         else:
             await create_until_answered(self._register, pause_key(plan.number), b"{}")
@@ -300,6 +330,9 @@ class Coordinator:
             await create_until_answered(self._register, roster_key(plan.nonce, number), part)
         body = encode_plan(plan, len(parts))
         if await create_until_answered(self._register, plan_key(plan.number), body) != body:
+            # Nobody will ask for it.
+            mine = [roster_key(plan.nonce, number) for number in range(len(parts))]
+            await self._register.delete(mine)
             raise _busy(plan.number)
 
     async def _readable(self) -> History:
@@ -361,8 +394,16 @@ class Coordinator:
         return reports
 
     async def _present(self) -> dict[str, FleetVersion | None]:
-        listed = await self._register.list(MEMBERS)
-        return {key[len(MEMBERS) :]: _live_of(value) for key, value in listed.items()}
+        alive, permanent = await self._register.members(MEMBERS)
+        if permanent and permanent != self._warned:
+            self._warned = permanent
+            logger.warning(
+                "%s: no member's, for nobody renews it, and waited for by nobody; remove it from "
+                "%s",
+                ", ".join(sorted(permanent)),
+                self._register.url,
+            )
+        return {key[len(MEMBERS) :]: _live_of(value) for key, value in alive.items()}
 
     async def _pause(self, hinted: asyncio.Event) -> None:
         with contextlib.suppress(TimeoutError):

@@ -101,10 +101,10 @@ def next_order(
     if refusal := reports.refusal:
         return Decide(step, Verdict.ABORT, refusal)
     waiting = _waiting(apply, reports)
-    if waiting is None:
-        return OrderPause()
     if not waiting and plan.kind is Kind.BARRIER and (strangers := present - plan.members):
         return Decide(step, Verdict.ABORT, f"{_names(strangers)} appeared meanwhile; apply again")
+    if waiting is None:
+        return OrderPause()
     if not waiting:
         return Decide(step, Verdict.COMMIT)
     if lost := gone.intersection(waiting):

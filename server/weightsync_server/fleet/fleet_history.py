@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import WeightSyncError
 from weightsync_server.fleet.content_marks import marks_of_keys, marks_of_plans, newest_marks
-from weightsync_server.fleet.fleet_keys import APPLIES, FLOORS, REJECTED, roster_prefix
+from weightsync_server.fleet.fleet_keys import (
+    APPLIES,
+    FLOORS,
+    REJECTED,
+    apply_prefix,
+    plan_key,
+    roster_prefix,
+)
 from weightsync_server.fleet.fleet_plan import FleetPlan, FleetVersion, Kind, Verdict
 from weightsync_server.fleet.fleet_records import decode_plan, decode_verdict
 
@@ -19,6 +26,9 @@ if TYPE_CHECKING:
     from weightsync_server.register.register import Register
 
 __all__ = ["Apply", "History", "HistoryReader", "parse_history"]
+
+#: After so many applies all of them are read again.
+_READ_AGAIN = 32
 
 
 @dataclass(frozen=True)
@@ -201,7 +211,9 @@ def parse_history(keys: Mapping[str, bytes], roster: Mapping[str, bytes] | None)
 
 
 class HistoryReader:
-    """Reads what counts now, linearisably; a roster once.
+    """Reads what counts now, linearisably; a roster once, and what is decided for good seldom.
+
+    An apply that another one has followed is decided, and never changes.
 
     Args:
         register: The fleet's.
@@ -210,6 +222,8 @@ class HistoryReader:
     def __init__(self, register: Register) -> None:
         self._register = register
         self._roster: tuple[str, dict[str, bytes]] = ("", {})
+        #: Number of the newest apply as of the last reading, and what was read of those before.
+        self._newest, self._past = 0, dict[str, bytes]()
 
     async def read(self) -> History:
         """Return the history.
@@ -218,7 +232,15 @@ class HistoryReader:
             WeightSyncError: As `Register.list`.
         """
         # Floors afterwards: what somebody creates anew below one is seen only with it.
-        keys = await self._register.list_each((APPLIES, FLOORS, REJECTED))
+        rooms = (APPLIES, FLOORS, REJECTED)
+        start = apply_prefix(self._newest) if self._newest else ""
+        keys = await self._register.list_each(rooms, start)
+        if self._newest and plan_key(self._newest) not in keys:
+            # It was emptied, or put back.
+            self._newest, self._past = 0, {}
+            keys = await self._register.list_each(rooms)
+        keys = self._past | keys
+        self._keep(keys)
         bare = parse_history(keys, None)
         newest = bare.newest
         if newest is None or bare.unreadable:
@@ -227,6 +249,16 @@ class HistoryReader:
         if self._roster[0] != nonce:
             self._roster = nonce, await self._register.list(roster_prefix(nonce))
         return parse_history(keys, self._roster[1])
+
+    def _keep(self, keys: Mapping[str, bytes]) -> None:
+        """Keep what need not be read again; all is now and then, for some of it is removed."""
+        plans = [key for key in keys if key.startswith(APPLIES) and key.endswith("/plan")]
+        newest = max((int(key[len(APPLIES) :].partition("/")[0]) for key in plans), default=0)
+        if newest // _READ_AGAIN != self._newest // _READ_AGAIN and self._newest:
+            newest = 0
+        first = apply_prefix(newest) if newest else APPLIES
+        self._newest = newest
+        self._past = {key: keys[key] for key in keys if key < first}
 
 
 def _verdicts(parts: Mapping[str, bytes]) -> set[Verdict]:

@@ -7,6 +7,7 @@
     applies/<n>/pause                  of a barrier: all have prepared
     applies/<n>/decisions/<k>          COMMIT or ABORT
     reports/<n>/<phase>/<member>       what a member says
+    reports/rollbacks/<digest of key>  what became of a rollback, for who repeats its call
     floors/<n>                         what is below counts for nothing and may be removed
     rejected/<digest>                  nobody applies this content, before any of the next two
     rejected/since/<n>/<digest>        nobody applies it after the COMMIT of an apply
@@ -17,6 +18,7 @@ All but the first two are created once and never change.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ __all__ = [
     "REJECTED_SINCE",
     "REJECTED_UNTIL",
     "REPORTS",
+    "apply_prefix",
     "coordinator_key",
     "decision_key",
     "floor_key",
@@ -41,6 +44,7 @@ __all__ = [
     "rejected_until_key",
     "report_key",
     "reports_prefix",
+    "rollback_key",
     "roster_key",
     "roster_prefix",
 ]
@@ -50,19 +54,24 @@ REPORTS = "reports/"
 REJECTED_SINCE, REJECTED_UNTIL = f"{REJECTED}since/", f"{REJECTED}until/"
 
 
+def apply_prefix(number: int) -> str:
+    """Return what all that is planned and decided of an apply begins with."""
+    return f"{APPLIES}{number:012}/"
+
+
 def plan_key(number: int) -> str:
     """Return the key of a plan; its sorted names are in the order of numbers."""
-    return f"{APPLIES}{number:012}/plan"
+    return f"{apply_prefix(number)}plan"
 
 
 def pause_key(number: int) -> str:
     """Return the key that lets a barrier's members pause."""
-    return f"{APPLIES}{number:012}/pause"
+    return f"{apply_prefix(number)}pause"
 
 
 def decision_key(number: int, step: int) -> str:
     """Return the key of a decision, the first of which is 1."""
-    return f"{APPLIES}{number:012}/decisions/{step:06}"
+    return f"{apply_prefix(number)}decisions/{step:06}"
 
 
 def reports_prefix(number: int) -> str:
@@ -73,6 +82,15 @@ def reports_prefix(number: int) -> str:
 def report_key(number: int, phase: ApplyPhase, member: str) -> str:
     """Return the key of a member's report."""
     return f"{reports_prefix(number)}{phase}/{member}"
+
+
+def rollback_key(key: str) -> str:
+    """Return the key that outlasts a rollback.
+
+    Args:
+        key: Idempotency key of the call.
+    """
+    return f"{REPORTS}rollbacks/{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
 def roster_prefix(nonce: str) -> str:

@@ -11,7 +11,7 @@ __all__ = ["FleetLimits"]
 
 @dataclass(frozen=True)
 class FleetLimits:
-    """Durations in seconds, each counted by the monotonic clock of the process that waits.
+    """Durations in seconds, each counted by the process that waits, by a clock that only rises.
 
     Attributes:
         undecided_s: How long a member of a barrier stands still without a decision until it fences

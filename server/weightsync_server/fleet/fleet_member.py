@@ -94,7 +94,7 @@ class FleetMember:
     @property
     def state(self) -> MemberState:
         """What it is now."""
-        view, now, state = self.view, clock.monotonic(), self._state
+        view, now, state = self.view, clock.boottime(), self._state
         max_age_s = self._limits.max_age_s
         number, failed_at = self._failed_in
         # A new apply is a new chance, whatever was before.
@@ -106,6 +106,7 @@ class FleetMember:
             said=view.said,
             alone=view.alone,
             displaced=view.displaced,
+            ill=view.ill,
             undecided=now >= self._paused_at + self._limits.undecided_s,
             stale=max_age_s > 0 and now >= view.read_at + self._most_age_s,
         )
@@ -130,7 +131,7 @@ class FleetMember:
         finally:
             await self._drop_preparing()
             with contextlib.suppress(WeightSyncError):
-                await self.view.close()
+                await self.view.presence.close()
 
     async def _follow(self) -> None:
         if self._state.mode is Mode.FENCED and self._state.live is not None:
@@ -159,11 +160,11 @@ class FleetMember:
     async def _announce(self) -> bool:
         live, mode = self.host.live(), self._state.mode
         why = self._why_not if mode is Mode.FENCED else ""
-        value = encode_member(live, mode, self._address, self.view.boot, why)
+        value = encode_member(live, mode, self._address, self.view.presence.boot, why)
         if value == self._announced or self.view.displaced:
             return True
         try:
-            await self.view.announce(value)
+            await self.view.presence.announce(value)
         except WeightSyncError as error:
             logger.warning("this member cannot be seen in its fleet: %s", error)
             return False
@@ -186,7 +187,7 @@ class FleetMember:
             due = self._paused_at + limits.undecided_s
         elif limits.max_age_s and (self._state.unasked or self._state.mode is Mode.SERVING):
             due = self.view.read_at + self._most_age_s
-        return max(0.01, due - clock.monotonic())
+        return max(0.01, due - clock.boottime())
 
     async def _try(self, step: Step) -> None:
         try:
@@ -283,24 +284,40 @@ class FleetMember:
             self.view.changed.set()
 
     async def _pause(self, number: int) -> None:
-        await self._journal.stop(number)
+        history = self.view.history
+        running = history.running if history is not None else None
+        target = running.plan.target if running is not None else None
+        if not await self._stops(number, target):
+            return
         await failpoints.reach("fleet.pause")
         # From before it is asked: generation may stand still from then on.
-        self._paused_at = clock.monotonic()
-        history = self.view.history
+        self._paused_at = clock.boottime()
         try:
             await self.host.pause()
         except (WeightSyncError, OSError) as error:
-            if history is not None and history.running is not None:
-                self._fail(history.running.plan.target, error)
+            if target is not None:
+                self._fail(target, error)
             await self._journal.serve()
             return
         self._state = replace(self._state, mode=Mode.PAUSED)
         await failpoints.reach("fleet.paused")
 
+    async def _stops(self, number: int, target: FleetVersion | None) -> bool:
+        """Write down that the host is about to stop; what cannot be is a failure of the apply."""
+        try:
+            await self._journal.stop(number)
+        except WeightSyncError as error:
+            if target is not None:
+                self._fail(target, error)
+            return False
+        return True
+
     async def _commit(self, target: FleetVersion) -> None:
-        await self._journal.stop(0)
+        if not await self._stops(0, target):
+            return
         await failpoints.reach("fleet.commit")
+        if not await self._is_still_next(Commit(target)):
+            return
         try:
             await self.host.commit(target)
         except (WeightSyncError, OSError) as error:
@@ -314,6 +331,8 @@ class FleetMember:
         await self._journal.serve()
 
     async def _resume(self) -> None:
+        if not await self._is_still_next(Resume()):
+            return
         try:
             await self.host.resume()
         except (WeightSyncError, OSError) as error:
@@ -323,6 +342,40 @@ class FleetMember:
             return
         self._state = replace(self._state, mode=Mode.SERVING, unasked=False, prepared=None)
         await self._journal.serve()
+
+    async def _is_still_next(self, step: Step) -> bool:
+        """Return whether a step is what is next by what counts now, also after a standstill.
+
+        Raises:
+            WeightSyncError: The register does not answer, and nobody can know.
+        """
+        await self._bounded(self.view.confirm())
+        return next_step(self.state, self.view.history, self._limits.max_skew) == step
+
+    def permitted_s(self, live: FleetVersion | None) -> float:
+        """Return for how many seconds the host may begin to serve a version, by what was read.
+
+        Also an engine that comes back by itself asks this: what it goes on with may be left.
+
+        Args:
+            live: The version; None: one that nobody knows.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY; it may not.
+        """
+        state = replace(self.state, live=live, mode=Mode.SERVING, unasked=False)
+        step = next_step(state, self.view.history, self._limits.max_skew)
+        if isinstance(step, Fence):
+            raise WeightSyncError(Reason.ENGINE_AWAY, step.reason, retry_after_s=1.0)
+        if not self.view.presence.counts:
+            self.view.look()
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                "this host stood still, or without its fleet's register, for so long that the "
+                "fleet may have decided without it; it asks before it serves",
+                retry_after_s=1.0,
+            )
+        return self.view.presence.left_s
 
     async def _fence(self, reason: str) -> None:
         logger.error("this host is fenced: %s", reason)
@@ -345,7 +398,7 @@ class FleetMember:
 
     def _fail(self, target: FleetVersion, error: Exception) -> None:
         logger.warning("version %d cannot be taken: %s", target.number, error)
-        self._failed_in = self.view.number, clock.monotonic()
+        self._failed_in = self.view.number, clock.boottime()
         why = error.message if isinstance(error, WeightSyncError) else str(error)
         self._state = replace(self._state, failed=target, why=why)
         # Also of what was fenced before: that is what it waits for now.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
@@ -45,14 +45,14 @@ class ApplyPhase(enum.StrEnum):
 
 @dataclass(frozen=True)
 class FleetVersion:
-    """A version as a fleet names it.
+    """A version as a fleet names it; two with the same digest are the same, whatever their numbers.
 
     Attributes:
-        number: Its number in the store.
-        digest: Digest of its content, hexadecimal; two with the same are the same.
+        number: Its number in the store, which may be another one on another host.
+        digest: Digest of its content, hexadecimal.
     """
 
-    number: int
+    number: int = field(compare=False)
     digest: str
 
 

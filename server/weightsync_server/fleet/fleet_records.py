@@ -31,10 +31,12 @@ __all__ = [
     "decode_member",
     "decode_plan",
     "decode_report",
+    "decode_rollback",
     "decode_verdict",
     "encode_member",
     "encode_plan",
     "encode_report",
+    "encode_rollback",
     "encode_roster",
     "encode_verdict",
 ]
@@ -165,6 +167,29 @@ def decode_verdict(data: bytes) -> tuple[Verdict, str]:
     """
     with _decoded(data, "decision") as record:
         return Verdict(record["verdict"]), str(record["reason"])
+
+
+def encode_rollback(plan: FleetPlan, verdict: Verdict, reason: str) -> bytes:
+    """Return what became of a rollback, once nothing else tells it.
+
+    Args:
+        plan: It.
+        verdict: What was decided.
+        reason: Why, for people.
+    """
+    target = [plan.target.number, plan.target.digest]
+    return _encode(number=plan.number, target=target, verdict=verdict.value, reason=_cut(reason))
+
+
+def decode_rollback(data: bytes) -> tuple[int, FleetVersion, Verdict, str]:
+    """Return number, target, decision and reason of a rollback.
+
+    Raises:
+        WeightSyncError: As `decode_plan`.
+    """
+    with _decoded(data, "rollback") as record:
+        verdict, reason = Verdict(record["verdict"]), str(record["reason"])
+        return int(record["number"]), FleetVersion(*record["target"]), verdict, reason
 
 
 def encode_report(report: MemberReport) -> bytes:

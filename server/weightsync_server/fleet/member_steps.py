@@ -68,6 +68,7 @@ class MemberState:
         stale: What it has read is older than it may be while it serves.
         alone: The coordinator of the running apply is gone.
         displaced: Another process has its name, and is the one that others count.
+        ill: Why it takes part in no apply; "": it does.
     """
 
     name: str
@@ -84,6 +85,7 @@ class MemberState:
     stale: bool = False
     alone: bool = False
     displaced: bool = False
+    ill: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,11 +214,17 @@ def _take_part(state: MemberState, apply: Apply) -> Step:
     plan = apply.plan
     if state.alone:
         return Abort(plan.number, apply.step, "its coordinator is gone")
+    if state.ill and (plan.number, ApplyPhase.PREPARED) not in state.said:
+        return Say(plan.number, ApplyPhase.PREPARED, MemberReport(ok=False, reason=state.ill))
+    if _goes_on(state, apply):
+        return Resume()
     if plan.clears and plan.target.digest not in state.accepted:
         # If it is decided against, the host is made to reject it again.
         return Accept(plan.target.digest)
     wanted = Prepare(plan.target, plan.pause)
-    if plan.target not in (state.live, state.failed) and state.prepared != wanted:
+    # A barrier's members stand still also for what they serve already.
+    needed = plan.target != state.live or plan.kind is Kind.BARRIER
+    if needed and plan.target != state.failed and state.prepared != wanted:
         return wanted
     if (plan.number, ApplyPhase.PREPARED) not in state.said:
         return _say(state, apply, ApplyPhase.PREPARED)
@@ -229,6 +237,24 @@ def _take_part(state: MemberState, apply: Apply) -> Step:
     if state.mode is not Mode.SERVING and decided and state.failed != state.live:
         return Resume()
     return Wait()
+
+
+def _goes_on(state: MemberState, apply: Apply) -> bool:
+    """Return whether a host that serves nothing serves what is decided until its turn comes.
+
+    As one whose server was restarted: the others may take long to get ready.
+    """
+    plan = apply.plan
+    if state.mode is not Mode.FENCED or state.prepared is not None or state.live is None:
+        return False
+    decided = plan.previous is None or state.live == plan.previous
+    asked = apply.pause or (plan.number, ApplyPhase.READY) in state.said
+    return (
+        decided
+        and not asked
+        and plan.wave_of(state.name) >= apply.step
+        and (state.failed != state.live)
+    )
 
 
 def _stand_still(state: MemberState, apply: Apply) -> Step:
@@ -255,6 +281,9 @@ def _settle(state: MemberState, history: History, max_skew: int) -> Step:
     target = history.target
     if target is not None and target.digest in history.accepts - state.accepted:
         return Accept(target.digest)
+    ready = state.prepared is not None and state.prepared.target == target
+    if state.mode is Mode.PAUSED and ready and target is not None:
+        return Commit(target)
     if target is None or state.live == target:
         return _serve(state, history)
     if _is_behind(state, history, max_skew):
@@ -263,17 +292,19 @@ def _settle(state: MemberState, history: History, max_skew: int) -> Step:
         return Wait()
     if state.prepared is None or state.prepared.target != target:
         return Prepare(target)
-    return Commit(target)
+    return Wait() if _runs_a_barrier(history) else Commit(target)
+
+
+def _runs_a_barrier(history: History) -> bool:
+    """Return whether a host that is not in it begins to serve nothing: it may just be left."""
+    return history.running is not None and history.running.plan.kind is Kind.BARRIER
 
 
 def _serve(state: MemberState, history: History) -> Step:
     """Be on the decided version, and let that be seen."""
     if state.mode is not Mode.SERVING and state.live is not None:
-        running = history.running
-        if running is not None and running.plan.kind is Kind.BARRIER:
-            # One that comes in the midst of it does not serve what may just have been left.
-            return Wait()
-        return Wait() if state.failed == state.live else Resume()
+        waits = _runs_a_barrier(history) or state.failed == state.live
+        return Wait() if waits else Resume()
     if state.mode is Mode.SERVING and state.prepared is not None:
         return Resume()  # which lets go of what is not to be
     if unknown := history.rejects - state.rejected:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from typing import TYPE_CHECKING
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fleet.fleet_history import HistoryReader
-from weightsync_server.fleet.fleet_keys import APPLIES, coordinator_key, member_key, report_key
+from weightsync_server.fleet.fleet_keys import APPLIES, coordinator_key, report_key
 from weightsync_server.fleet.fleet_plan import ApplyPhase
-from weightsync_server.fleet.fleet_records import decode_boot
+from weightsync_server.fleet.member_presence import MemberPresence
 
 if TYPE_CHECKING:
     from weightsync_server.fleet.fleet_history import History
     from weightsync_server.fleet.fleet_limits import FleetLimits
     from weightsync_server.fleet.member_journal import MemberJournal
-    from weightsync_server.register.membership import Membership
     from weightsync_server.register.register import Register
 
 __all__ = ["MemberView"]
@@ -41,11 +39,12 @@ class MemberView:
 
     Attributes:
         history: As last read; None: never.
-        read_at: When that was asked for, by `clock.monotonic`.
+        read_at: When that was asked for, by `clock.boottime`: engines count so, too.
         said: Which reports of this member the register has.
         why: Why it could not be read the last time; "": it was.
+        ill: Why nothing can be written down, as on a full disk; "": it can.
         changed: Set after each reading.
-        boot: Names this process.
+        presence: That it is there.
         displaced: Another process has this member's name.
     """
 
@@ -56,14 +55,15 @@ class MemberView:
         self._limits = limits
         self._reader = HistoryReader(register)
         self._hint = asyncio.Event()
-        self._membership: Membership | None = None
+        self.presence = MemberPresence(register, name, limits.member_ttl_s)
         self._gone_since: float | None = None
+        self._turn = asyncio.Lock()
         self.history: History | None = None
-        self.read_at = clock.monotonic()
+        self.read_at = clock.boottime()
         self.said: frozenset[tuple[int, ApplyPhase]] = frozenset()
         self.why = "it was not read yet"
+        self.ill = ""
         self.changed = asyncio.Event()
-        self.boot = secrets.token_hex(8)
         self.displaced = False
 
     @property
@@ -77,20 +77,25 @@ class MemberView:
         gone = self._gone_since
         return gone is not None and clock.monotonic() >= gone + self._limits.grace_s
 
-    async def announce(self, value: bytes) -> None:
-        """Be there, with this value.
+    async def confirm(self) -> None:
+        """Return when what was read counts: be seen and read again, where it may not.
 
         Raises:
-            WeightSyncError: Others may not see that.
+            WeightSyncError: The register does not answer.
         """
-        before = self._membership
-        key, ttl_s = member_key(self._name), self._limits.member_ttl_s
-        self._membership = await self._register.member(key, value, ttl_s)
-        if before is not None:
-            await before.close()
+        if self.presence.counts:
+            return
+        await self.presence.renew()
+        await self._read()
+        self.changed.set()
+        if not self.presence.counts:
+            raise WeightSyncError(
+                Reason.DEADLINE_EXCEEDED,
+                "the fleet's register answers too late to act on it; it is asked again",
+            )
 
     async def run(self) -> None:
-        """Read until cancelled; `announce` comes first, so that no coordinator overlooks it."""
+        """Read until cancelled; it is announced first, so that no coordinator overlooks it."""
         watching = asyncio.create_task(self._watch(), name="fleet watch")
         try:
             while True:
@@ -106,11 +111,6 @@ class MemberView:
     def look(self) -> None:
         """Read soon."""
         self._hint.set()
-
-    async def close(self) -> None:
-        """Be gone."""
-        if self._membership is not None:
-            await self._membership.close()
 
     async def _watch(self) -> None:
         while True:
@@ -139,13 +139,18 @@ class MemberView:
         return min(_RUNNING_S, self._limits.poll_s) if running else self._limits.poll_s
 
     async def _read(self) -> None:
-        asked = clock.monotonic()
+        async with self._turn:
+            # One after the other, so that nothing older takes the place of what was read.
+            await self._read_in_turn()
+
+    async def _read_in_turn(self) -> None:
+        asked = clock.boottime()
         history, found = await self._ask()
-        if found is None and self._membership is not None:
+        if found is None:
             # Of a time without the register. Nobody has counted on this member meanwhile: it is
             # there again before it goes by what it reads.
-            await self._membership.renew()
-            asked = clock.monotonic()
+            await self.presence.renew()
+            asked = clock.boottime()
             history, found = await self._ask()
         number = history.number
         if number < self._journal.seen:
@@ -155,14 +160,21 @@ class MemberView:
                 "before: it was emptied or put back; see `weightsync fleet status`, then remove "
                 "this member's journal",
             )
-        await self._journal.see(number)
+        try:
+            await self._journal.see(number)
+        except WeightSyncError as error:
+            # What is decided is followed all the same.
+            self.ill = error.message
+        else:
+            self.ill = ""
         if self.history is None or self.number != number:
             self.said = frozenset(
                 [(number, phase) for phase in ApplyPhase if await self._has_said(number, phase)]
             )
         await self._look_for_coordinator(history)
-        self.displaced = found is not None and self._is_others(found)
+        self.displaced = found is not None and self.presence.is_others(found)
         self.history, self.read_at = history, asked
+        self.presence.has_read(asked)
 
     async def _has_said(self, number: int, phase: ApplyPhase) -> bool:
         return await self._register.get(report_key(number, phase, self._name)) is not None
@@ -170,15 +182,7 @@ class MemberView:
     async def _ask(self) -> tuple[History, bytes | None]:
         """Return the history, and who has this member's name."""
         # At once: between a decision and the last member that knows it this is most of the time.
-        key = member_key(self._name)
-        return await asyncio.gather(self._reader.read(), self._register.get(key))
-
-    def _is_others(self, found: bytes) -> bool:
-        try:
-            return decode_boot(found) != self.boot
-        except WeightSyncError:
-            # Of another release.
-            return True
+        return await asyncio.gather(self._reader.read(), self.presence.found())
 
     async def _look_for_coordinator(self, history: History) -> None:
         running = history.running

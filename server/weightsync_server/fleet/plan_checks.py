@@ -72,7 +72,8 @@ def check_new(history: History, target: FleetVersion, *, clears: bool = False) -
     live = history.target
     if not history.commits or live is None:
         return
-    if live == target or live.number >= FIRST_LOCAL:
+    same = live == target and live.number == target.number
+    if same or live.number >= FIRST_LOCAL:
         # Content of one checkpoint alone counts as older than every other.
         return
     if live.number == target.number:
@@ -103,7 +104,9 @@ def planned_with(history: History, key: str, target: FleetVersion | None) -> int
     if not found:
         return 0
     (plan,) = found[-1:]
-    same = plan.rejects if target is None else plan.target == target and not plan.rejects
+    same = bool(plan.rejects)
+    if target is not None:
+        same = plan.target == target and plan.target.number == target.number and not same
     if not same:
         raise WeightSyncError(
             Reason.VERSION_CONFLICT,

@@ -7,11 +7,12 @@ import contextlib
 from typing import TYPE_CHECKING, Protocol
 
 from weightsync import clock
-from weightsync.engine import PauseSpec
+from weightsync.engine import FENCES_ON_EXPIRY, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine.rejection import reject
 from weightsync_server.fleet.fleet_plan import FleetVersion
 from weightsync_server.fleet_host.host_cutover import HostCutover
+from weightsync_server.fleet_host.host_pause import HostPause
 from weightsync_server.fleet_host.serving_gate import ServingGate
 from weightsync_server.ops.os_errors import translate_os_errors
 
@@ -81,7 +82,7 @@ class FleetHost:
         self._fetching = contextlib.ExitStack()
         self._gate = ServingGate(host.joining)
         self._turn = asyncio.Lock()
-        self._cutover: HostCutover | None = None
+        self._cutover: HostCutover | HostPause | None = None
         self._staged: SlotLease | None = None
 
     async def begin(self) -> None:
@@ -118,6 +119,7 @@ class FleetHost:
                 # Its member takes it for one that serves nothing; now it is so, before the version
                 # is waited for.
                 await self._fence_engines(f"this host goes to version {target.number} first")
+                await self._check_answered()
             record = await self._find(target)
             if self._gate.is_shut:
                 timeout_s = self._limits.prepare_timeout_s
@@ -144,10 +146,11 @@ class FleetHost:
     async def pause(self) -> None:
         """As `HostApply` says; what was prepared is in place then."""
         async with self._turn:
-            cutover = self._cutover
+            cutover = self._cutover or await self._pause_of_live()
             if cutover is None:
                 await self._stop_serving("this host stands still with its fleet")
                 return
+            self._cutover = cutover
             try:
                 await cutover.pause()
             except WeightSyncError:
@@ -238,6 +241,16 @@ class FleetHost:
             )
         return FleetVersion(record.version, record.content_digest)
 
+    async def _pause_of_live(self) -> HostPause | None:
+        """Return a pause of what serves already what the fleet goes to; None: it must be fenced."""
+        live = None if self._gate.is_shut else self.live()
+        engines = [one for one in self._engines.supervisors if one.serving]
+        able = all(FENCES_ON_EXPIRY in one.capabilities for one in engines)
+        if live is None or not engines or not able:
+            return None
+        record = await self._find(live)
+        return HostPause(record, self._engines, self._gate, self._limits.prepare_timeout_s)
+
     async def _let_go(self) -> None:
         """Drop what was prepared."""
         self._release()
@@ -312,11 +325,31 @@ class FleetHost:
             late = clock.monotonic() >= begun + _OTHERS_S
             if serving and (not others or (late and not await _any_generates(others))):
                 return
+            if serving and not await _any_answers(others):
+                return
+            if not serving:
+                await self._check_answered()
             await asyncio.sleep(_LOOK_S)
         raise WeightSyncError(
             Reason.ENGINE_AWAY,
             f"no engine of this host serves version {record.version} yet; see GetStatus",
         )
+
+    async def _check_answered(self) -> None:
+        """Refuse where no engine is there that could take a version: nobody waits for vLLM.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY.
+        """
+        engines = self._engines.supervisors
+        if engines and not await _any_answers(engines):
+            names = ", ".join(sorted(one.name for one in engines))
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"no engine of this host answers ({names}); start vLLM, or stop this member's "
+                "server so that its fleet goes on without it",
+                retry_after_s=1.0,
+            )
 
     async def _until_settled(self) -> None:
         """Wait for engines whose ranks are being asked; those that are away are not waited for."""
@@ -383,6 +416,10 @@ class FleetHost:
         ]
         numbered = [record for record in same if record.version == target.number]
         return next(iter(numbered or same), None)
+
+
+async def _any_answers(engines: list[EngineSupervisor]) -> bool:
+    return any(await asyncio.gather(*(one.answers() for one in engines)))
 
 
 async def _any_generates(engines: list[EngineSupervisor]) -> bool:

@@ -41,7 +41,7 @@ class FleetNeeds:
                 newer release. Then everything is needed.
         """
         # Members first: what they go to meanwhile is in the history.
-        members = await self._register.list(MEMBERS)
+        members, _ = await self._register.members(MEMBERS)
         history = await self._reader.read()
         if history.unreadable:
             raise WeightSyncError(Reason.NOT_SUPPORTED, history.unreadable)

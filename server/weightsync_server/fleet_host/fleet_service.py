@@ -15,7 +15,7 @@ from weightsync_server.engine.pause_options import pause_spec
 from weightsync_server.fleet.coordinator import Coordinator
 from weightsync_server.fleet.fleet_keys import MEMBERS
 from weightsync_server.fleet.fleet_member import FleetMember
-from weightsync_server.fleet.fleet_plan import Kind, Verdict
+from weightsync_server.fleet.fleet_plan import FleetVersion, Kind, Verdict
 from weightsync_server.fleet.member_journal import MemberJournal
 from weightsync_server.fleet.member_steps import Fence, Mode, next_step
 from weightsync_server.fleet_host.fleet_host import FleetHost
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weightsync.engine import PauseSpec
+    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine import EngineSet, HostParts, ModelParts
     from weightsync_server.fleet.coordinator import FleetProgress, Outcome
     from weightsync_server.fleet.fleet_limits import FleetLimits
@@ -103,6 +104,7 @@ class FleetService:
         self._metrics = host.metrics
         if options.limits.max_age_s:
             host.serving_time.left_s = self._left_s
+        host.serving_time.begins_s = self._permitted_s
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -191,7 +193,12 @@ class FleetService:
         outcome = await self._coordinator().abort(request.reason)
         if outcome is None:
             return pb.AbortFleetApplyResponse()
-        return pb.AbortFleetApplyResponse(fleet=await self._status.report(outcome.number))
+        report = await self._status.report(outcome.number)
+        if not report.apply:
+            # Nothing else of it can be read.
+            number, decision = outcome.number, outcome.verdict.value
+            report = pb.FleetReport(apply=number, decision=decision, reason=outcome.reason)
+        return pb.AbortFleetApplyResponse(fleet=report)
 
     async def status(self) -> pb.GetFleetStatusResponse:
         """Return what the register says now.
@@ -204,7 +211,7 @@ class FleetService:
         status.member = self._options.member
         view = self._member.view if self._member is not None else None
         if view is not None and view.history is not None:
-            status.read_age.FromNanoseconds(int(1e9 * (clock.monotonic() - view.read_at)))
+            status.read_age.FromNanoseconds(int(1e9 * (clock.boottime() - view.read_at)))
         return status
 
     def _left_s(self) -> float | None:
@@ -218,7 +225,14 @@ class FleetService:
         if isinstance(step, Fence) and state.mode is not Mode.PAUSED:
             # What was read is why they must not: it gives them no time.
             return None
-        return member.view.read_at + limits.max_age_s - clock.monotonic()
+        return member.view.read_at + limits.max_age_s - clock.boottime()
+
+    def _permitted_s(self, record: VersionRecord | None) -> float | None:
+        """Return for how long an engine may begin to serve a version, as `ServingTime`."""
+        if self._member is None:
+            return None
+        live = FleetVersion(record.version, record.content_digest) if record is not None else None
+        return self._member.permitted_s(live)
 
     async def _run(self, member: FleetMember) -> None:
         while True:
@@ -231,7 +245,7 @@ class FleetService:
     async def _count(self, metrics: FleetMetrics) -> None:
         while True:
             with contextlib.suppress(WeightSyncError):
-                metrics.members = len(await self.register.list(MEMBERS))
+                metrics.members = len((await self.register.members(MEMBERS)).alive)
             metrics.look()
             self._look_ahead()
             await asyncio.sleep(self._options.limits.poll_s)
@@ -255,7 +269,17 @@ class FleetService:
                 "served, see `weightsync fleet status`",
                 metadata={"fleet_apply": str(outcome.number)},
             )
-        return await self._status.report(outcome.number)
+        report = await self._status.report(outcome.number)
+        if report.apply:
+            return report
+        # Long ago, and asked for again with its key.
+        target = outcome.target
+        return pb.FleetReport(
+            apply=outcome.number,
+            version=target.number,
+            content_digest=target.digest,
+            decision=outcome.verdict.value,
+        )
 
 
 def watch_needs(options: FleetOptions, stack: contextlib.AsyncExitStack) -> FleetNeeds:

@@ -10,7 +10,7 @@ from weightsync_server.fleet.fleet_history import HistoryReader
 from weightsync_server.fleet.fleet_keys import MEMBERS, reports_prefix
 from weightsync_server.fleet.fleet_plan import ApplyPhase, FleetVersion, Verdict
 from weightsync_server.fleet.member_steps import Mode
-from weightsync_server.fleet_host.member_listing import list_member
+from weightsync_server.fleet_host.member_listing import list_member, no_member
 
 if TYPE_CHECKING:
     from weightsync_server.fleet.coordinator_steps import Reports
@@ -64,8 +64,10 @@ class FleetStatusReader:
         return await self._report(found[0], await self._members())
 
     async def _members(self) -> list[pb.FleetMember]:
-        listed = await self._register.list(MEMBERS)
-        return [list_member(key[len(MEMBERS) :], value) for key, value in sorted(listed.items())]
+        alive, permanent = await self._register.members(MEMBERS)
+        members = [list_member(key[len(MEMBERS) :], value) for key, value in alive.items()]
+        members += [no_member(key, key[len(MEMBERS) :]) for key in permanent]
+        return sorted(members, key=lambda one: one.name)
 
     async def _report(self, apply: Apply, present: list[pb.FleetMember]) -> pb.FleetReport:
         plan, outcome = apply.plan, apply.outcome

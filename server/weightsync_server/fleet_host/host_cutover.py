@@ -156,7 +156,7 @@ class HostCutover:
             check_members(going, self._spec, fences=not self._between)
             if self._between and len(going) > 1:
                 check_rolling_slots(self._slots)
-            targets = await prepare_all(going, self.record, None, durable=True)
+            targets = await prepare_all(going, self.record, None, self._spec, durable=True)
             self._prepared.set()
             await self._going.wait()
             if self._dropped:

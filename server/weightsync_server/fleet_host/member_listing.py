@@ -14,7 +14,7 @@ from weightsync_server.store.documents import decode_document
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["list_member"]
+__all__ = ["list_member", "no_member"]
 
 _DAMAGED = "unknown: its record in the register is damaged; restart its server"
 
@@ -44,6 +44,20 @@ def list_member(name: str, value: bytes) -> pb.FleetMember:
         case [int(number), str(digest)] if 0 < number <= MAX_VERSION:
             member.live_version, member.content_digest = number, _clean(digest)
     return member
+
+
+def no_member(key: str, name: str) -> pb.FleetMember:
+    """Return what is told of a key among theirs that no process has put there.
+
+    Args:
+        key: The key.
+        name: That of a member to which it would belong.
+    """
+    return pb.FleetMember(
+        name=name,
+        state=f"no member: remove {key} from the register, where nobody renews it",
+        reason="nobody waits for it",
+    )
 
 
 def _text(record: Mapping[str, Any], field: str) -> str:

@@ -13,6 +13,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 from weightsync.wire.keepalive import CLIENT_KEEPALIVE
+from weightsync.wire.proxies import proxy_hint
 from weightsync.wire.rpc_status import from_call
 from weightsync_server.auth.secret_files import read_private
 from weightsync_server.follow.follow_url import grpc_target, is_encrypted
@@ -86,8 +87,13 @@ class OriginAccess(NamedTuple):
             raise from_call(error) or WeightSyncError(
                 Reason.SERVER_AWAY,
                 f"{self.tls.peer} {self.url} does not answer ({error.code().name}: "
-                f"{error.details()}); check its address and that it runs",
+                f"{error.details()}); check its address and that it runs{_through(self.url)}",
             ) from None
+
+
+def _through(url: str) -> str:
+    hint = proxy_hint(url.rpartition("://")[2])
+    return f"; {hint}" if hint else ""
 
 
 class GrpcOrigin:

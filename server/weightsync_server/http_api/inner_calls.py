@@ -30,6 +30,7 @@ __all__ = [
     "CANCEL_TRAIN",
     "CHECKPOINT",
     "CHECK_HEALTH",
+    "GET_ENGINE_LAYOUT",
     "GET_STATUS",
     "GET_TRAIN_STATUS",
     "TRAIN",
@@ -40,6 +41,7 @@ __all__ = [
 _OURS = pb.DESCRIPTOR.services_by_name["WeightSync"].full_name
 BEGIN_PUSH, ABORT_PUSH = f"/{_OURS}/BeginPush", f"/{_OURS}/AbortPush"
 APPLY_VERSION, GET_STATUS = f"/{_OURS}/ApplyVersion", f"/{_OURS}/GetStatus"
+GET_ENGINE_LAYOUT = f"/{_OURS}/GetEngineLayout"
 CHECK_HEALTH = f"/{HEALTH}/Check"
 _TRAINER = train_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name
 TRAIN, CANCEL_TRAIN = f"/{_TRAINER}/Train", f"/{_TRAINER}/CancelTrain"
@@ -123,6 +125,7 @@ class InnerCalls:
             BEGIN_PUSH: unary(servicer.BeginPush),
             ABORT_PUSH: unary(servicer.AbortPush),
             APPLY_VERSION: unary(servicer.ApplyVersion),
+            GET_ENGINE_LAYOUT: unary(servicer.GetEngineLayout),
             GET_STATUS: unary(servicer.GetStatus),
             CHECK_HEALTH: unary(health.Check),
             PUSH_WEIGHTS: streaming(servicer.PushWeights),

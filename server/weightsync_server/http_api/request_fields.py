@@ -28,6 +28,7 @@ class Verb(NamedTuple):
         run: Does it.
         body_bytes: Most bytes of a body.
         may_be_empty: Whether a body may be left out.
+        is_long: Whether its answer may take long: a sender that leaves ends the waiting for it.
     """
 
     method: str
@@ -35,6 +36,7 @@ class Verb(NamedTuple):
     run: Callable[[HttpRequest, Mapping[str, Any]], Awaitable[HttpReply]]
     body_bytes: int = BODY_BYTES
     may_be_empty: bool = True
+    is_long: bool = False
 
 
 def read_fields(request: HttpRequest, *, may_be_empty: bool) -> dict[str, Any]:

@@ -49,11 +49,11 @@ class TrainVerbs:
         root = "/v1/weightsync"
         self.verbs = {
             f"{root}/train": Verb(
-                "POST", (TRAIN,), self._train, _REQUEST_BYTES, may_be_empty=False
+                "POST", (TRAIN,), self._train, _REQUEST_BYTES, may_be_empty=False, is_long=True
             ),
             f"{root}/train/status": Verb("GET", (GET_TRAIN_STATUS,), self._status),
             f"{root}/train/cancel": Verb("POST", (CANCEL_TRAIN,), self._cancel),
-            f"{root}/checkpoint": Verb("POST", (CHECKPOINT,), self._checkpoint),
+            f"{root}/checkpoint": Verb("POST", (CHECKPOINT,), self._checkpoint, is_long=True),
         }
 
     async def _train(self, request: HttpRequest, fields: Mapping[str, Any]) -> HttpReply:

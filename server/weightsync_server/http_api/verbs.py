@@ -19,6 +19,7 @@ from weightsync_server.http_api.inner_calls import (
     APPLY_VERSION,
     BEGIN_PUSH,
     CHECK_HEALTH,
+    GET_ENGINE_LAYOUT,
     GET_STATUS,
     HttpContext,
 )
@@ -77,13 +78,13 @@ class HttpApi:
         self._pause = PauseRequest()
         self._updates = WeightUpdates(calls, door.model, roots)
         applies = (APPLY_VERSION,)
-        pushes = (BEGIN_PUSH, PUSH_WEIGHTS, ABORT_PUSH, APPLY_VERSION)
+        pushes = (GET_ENGINE_LAYOUT, BEGIN_PUSH, PUSH_WEIGHTS, ABORT_PUSH, APPLY_VERSION)
         self._verbs = {
             "/health": Verb("GET", (CHECK_HEALTH, GET_STATUS), self._health),
             "/is_paused": Verb("GET", (GET_STATUS,), self._is_paused),
             "/pause": Verb("POST", applies, self._pause_next),
             "/resume": Verb("POST", applies, self._resume),
-            "/update_weights": Verb("POST", pushes, self._update_weights),
+            "/update_weights": Verb("POST", pushes, self._update_weights, is_long=True),
             **TrainVerbs(calls, door.model).verbs,
         }
 
@@ -118,6 +119,7 @@ class HttpApi:
             name="http-api",
             max_body=self._most_bytes,
             refuse=self._refuse_body,
+            is_long=self._is_long,
             tls=tls,
         )
         return self._endpoint.port
@@ -169,6 +171,10 @@ class HttpApi:
         except WeightSyncError:
             return BODY_BYTES
         return verb.body_bytes
+
+    def _is_long(self, request: HttpRequest) -> bool:
+        verb = self._verbs.get(request.path)
+        return verb is not None and verb.is_long
 
     def _admit(self, request: HttpRequest, needs: Sequence[str]) -> None:
         """Refuse who may not do all of it: half of a verb is done for nobody."""

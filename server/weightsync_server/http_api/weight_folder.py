@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Never
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.residency.checkpoint_layout import read_layout
+from weightsync.model.checkpoint_folder import open_checkpoint, packed, read_layout, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from weightsync.model.checkpoint_folder import CheckpointFolder
     from weightsync.model.manifest import Layout
     from weightsync.shm.segment_socket import OfferedFile
 
-__all__ = ["Files", "WeightFolder", "changed", "open_folder"]
+__all__ = ["Files", "WeightFolder", "changed", "facts_of", "folder_facts", "open_folder"]
 
-_INDEX = "model.safetensors.index.json"
-_MAX_INDEX_BYTES, _MAX_PATH = 64 << 20, 4096
+_MAX_PATH = 4096
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-#: Without O_NONBLOCK a FIFO put in the place of a file would block until somebody writes.
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 #: What the caller named wrongly; the rest is the system's.
 _WRONG = frozenset(
     {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
@@ -43,24 +39,17 @@ class WeightFolder:
 
     Attributes:
         path: As the caller named it.
-        files: Name, size in bytes and descriptor of each, sorted by name.
+        files: Name, size in bytes and descriptor of what is taken of each, sorted by name.
         layout: Which tensors they hold; the files are its shards, in this order.
-        stamps: How long each was and when it was written, as it was opened.
+        read: The folder's files themselves, open.
         close: Closes every file.
     """
 
     path: str
     files: Sequence[OfferedFile]
     layout: Layout
-    stamps: Sequence[tuple[int, int]]
+    read: CheckpointFolder
     close: Callable[[], None]
-
-    @property
-    def facts(self) -> Files:
-        """Name of each file, how long it was and when it was written, as it was opened."""
-        return tuple(
-            (name, *stamp) for (name, *_), stamp in zip(self.files, self.stamps, strict=True)
-        )
 
     def check_unchanged(self) -> None:
         """Refuse files that somebody wrote since they were opened.
@@ -68,23 +57,23 @@ class WeightFolder:
         Raises:
             WeightSyncError: SHARD_INVALID, naming one.
         """
-        for (name, _, fd), stamp in zip(self.files, self.stamps, strict=True):
-            if _stamp(fd) != stamp:
-                raise changed(name)
+        for file in self.read.files:
+            if not file.unchanged:
+                raise changed(file.name)
 
 
 def changed(name: str) -> WeightSyncError:
     """Return the refusal of a file that was written while it was read."""
     return WeightSyncError(
         Reason.SHARD_INVALID,
-        f"{_shown(name)} changed while it was read; post the folder when it is whole",
+        f"{shown(name)} changed while it was read; post the folder when it is whole",
     )
 
 
 def open_folder(roots: Sequence[Path], path: str) -> WeightFolder:
     """Return the checkpoint at a path, which is looked up from one of the roots, link by no link.
 
-    Where the folder has an index, the files that it names are the checkpoint, else all of them.
+    What it holds is read as `weightsync.model.checkpoint_folder` says.
 
     Args:
         roots: Folders below which it must lie; absolute. Their own paths may hold links.
@@ -92,23 +81,47 @@ def open_folder(roots: Sequence[Path], path: str) -> WeightFolder:
 
     Raises:
         WeightSyncError: REQUEST_INVALID, SHARD_INVALID or LAYOUT_INVALID: it is elsewhere, no
-            folder, or holds no whole checkpoint.
+            folder, or holds no whole checkpoint. MEMORY_EXHAUSTED: no room to take a copy of a
+            tensor out of a file.
         OSError: The system fails.
     """
+    with contextlib.ExitStack() as opened:
+        read = _read(roots, path)
+        opened.callback(read.close)
+        files = list(_taken(read, opened))
+        return WeightFolder(path, files, read_layout(files), read, opened.pop_all().close)
+
+
+def folder_facts(roots: Sequence[Path], path: str) -> Files:
+    """Return which files the checkpoint at a path is made of; see `open_folder`."""
+    read = _read(roots, path)
+    read.close()
+    return facts_of(read)
+
+
+def facts_of(read: CheckpointFolder) -> Files:
+    """Return which files a checkpoint is made of."""
+    return tuple((file.name, *file.stamp) for file in read.files)
+
+
+def _read(roots: Sequence[Path], path: str) -> CheckpointFolder:
     root, parts = _below(roots, path)
-    with contextlib.ExitStack() as folders, contextlib.ExitStack() as opened:
-        folder = _descend(root, parts, path)
-        folders.callback(os.close, folder)
-        index = _index(folder)
-        files = []
-        for name in sorted(set(index.values())) or _listed(folder, path):
-            fd = _regular(name, folder)
+    folder = _descend(root, parts, path)
+    try:
+        return open_checkpoint(folder, links=False)
+    finally:
+        os.close(folder)
+
+
+def _taken(read: CheckpointFolder, opened: contextlib.ExitStack) -> Iterator[OfferedFile]:
+    """Yield the files as they are pushed: without the copies that the index does not choose."""
+    for file, tensors in zip(read.files, read.chosen(), strict=True):
+        fd, size = file.fd, file.size
+        if tensors != file.tensors:
+            fd = packed(file, tensors, shown(file.name))
             opened.callback(os.close, fd)
-            files.append((name, os.fstat(fd).st_size, fd))
-        stamps = [_stamp(fd) for _, _, fd in files]
-        layout = read_layout(files)
-        _check_index(index, files, layout)
-        return WeightFolder(path, files, layout, stamps, opened.pop_all().close)
+            size = os.fstat(fd).st_size
+        yield file.name, size, fd
 
 
 def _below(roots: Sequence[Path], path: str) -> tuple[Path, tuple[str, ...]]:
@@ -117,13 +130,13 @@ def _below(roots: Sequence[Path], path: str) -> tuple[Path, tuple[str, ...]]:
     named = PurePosixPath(path)
     plain = _is_text(path) and len(path) <= _MAX_PATH and "\0" not in path
     if not plain or not named.is_absolute() or ".." in named.parts:
-        raise _refused(f"weight_dir {_shown(path)} must be an absolute path without '..'")
+        raise _refused(f"weight_dir {shown(path)} must be an absolute path without '..'")
     for root in roots:
         if root in Path(named).parents:
             return root, named.relative_to(root).parts
     below = " or ".join(str(root) for root in roots)
     raise _refused(
-        f"weight_dir {_shown(path)} does not lie below {below}; write checkpoints there, or start "
+        f"weight_dir {shown(path)} does not lie below {below}; write checkpoints there, or start "
         "the server with --import-dir naming a folder above them"
     )
 
@@ -146,50 +159,7 @@ def _directory(name: str, parent: int | None, path: str) -> int:
     try:
         return os.open(name, flags, dir_fd=parent)
     except OSError as error:
-        _not_opened(f"{_shown(name)} of weight_dir {_shown(path)}", "folder", error)
-
-
-def _regular(name: str, folder: int) -> int:
-    """Return a regular file, open; no device is opened and no link followed."""
-    if not _is_text(name):
-        raise _refused(f"file name {_shown(name)} is not UTF-8; rename the file")
-    try:
-        if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            raise _no_file(name)
-        fd = os.open(name, _FILE, dir_fd=folder)
-    except OSError as error:
-        _not_opened(_shown(name), "file", error)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise _no_file(name)
-    return fd
-
-
-def _listed(folder: int, path: str) -> list[str]:
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if not names:
-        raise _refused(
-            f"there is no .safetensors file in weight_dir {_shown(path)}; post the folder that "
-            "holds them, when they are written"
-        )
-    return names
-
-
-def _index(folder: int) -> Mapping[str, str]:
-    """Return which file holds which tensor, as the folder's index says; empty: it has none."""
-    if _INDEX not in os.listdir(folder):
-        return {}
-    fd = _regular(_INDEX, folder)
-    with os.fdopen(fd, "rb") as file:
-        text = file.read(_MAX_INDEX_BYTES + 1)
-    try:
-        found: dict[str, str] = json.loads(text)["weight_map"]
-        inside = all(_is_name(name) for name in found.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        inside = False
-    if not inside or len(text) > _MAX_INDEX_BYTES or not found:
-        raise _refused(f"{_INDEX} is no index of safetensors files; write it anew or remove it")
-    return found
+        _not_opened(f"{shown(name)} of weight_dir {shown(path)}", error)
 
 
 def _is_text(name: str) -> bool:
@@ -200,43 +170,15 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
-
-
-def _check_index(index: Mapping[str, str], files: Sequence[OfferedFile], layout: Layout) -> None:
-    places = {tensor.name: files[tensor.shard][0] for tensor in layout.tensors}
-    for tensor, file in index.items():
-        if places.get(tensor) != file:
-            raise WeightSyncError(
-                Reason.LAYOUT_INVALID,
-                f"{_INDEX} says that {_shown(file)} holds {_shown(tensor)}, which it does not; "
-                "post the folder when all of it is written",
-            )
-
-
-def _stamp(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_size, found.st_mtime_ns
-
-
-def _not_opened(what: str, kind: str, error: OSError) -> Never:
+def _not_opened(what: str, error: OSError) -> Never:
     if error.errno not in _WRONG:
         raise error
     if error.errno == errno.ENOENT:
         raise _refused(f"{what} does not exist here; write it before you post the folder")
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        raise _refused(f"{what} is a link or no {kind}; no link is followed")
+        raise _refused(f"{what} is a link or no folder; no link is followed")
     raise _refused(f"{what} cannot be opened: {error.strerror}; let the server's user read it")
-
-
-def _no_file(name: str) -> WeightSyncError:
-    return _refused(f"{_shown(name)} is a link or no regular file; no link is followed")
 
 
 def _refused(sentence: str) -> WeightSyncError:
     return WeightSyncError(Reason.REQUEST_INVALID, sentence)
-
-
-def _shown(text: str) -> str:
-    return json.dumps(text if len(text) <= 200 else text[:197] + "...")

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.http_api.cast_folder import CastFolder
 from weightsync_server.http_api.folder_push import push_folder
-from weightsync_server.http_api.inner_calls import APPLY_VERSION
-from weightsync_server.http_api.weight_folder import open_folder
+from weightsync_server.http_api.inner_calls import APPLY_VERSION, GET_ENGINE_LAYOUT
+from weightsync_server.http_api.weight_folder import facts_of, folder_facts, open_folder
 from weightsync_server.ops.tasks import in_thread
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["WeightUpdates"]
 
 logger = logging.getLogger(__name__)
+
+#: Senders that may wait for one update; they leave room for who asks how it stands.
+_MOST_WAITING = 64
 
 
 class WeightUpdates:
@@ -40,9 +44,12 @@ class WeightUpdates:
         self._model = model
         self._roots = roots
         self._path = ""
+        #: Of what the engine was last known to hold, and the dtypes of its tensors, by name.
+        self._signature, self._dtypes = "", dict[str, str]()
         #: What was read of it, once that has begun.
         self._files: Files | None = None
         self._task: asyncio.Task[dict[str, Any]] | None = None
+        self._waiting = 0
 
     async def run(
         self, path: str, pause: pb.PauseOptions | None, sender: HttpRequest
@@ -58,9 +65,25 @@ class WeightUpdates:
             sender: For whom it is done.
 
         Raises:
-            WeightSyncError: APPLY_BUSY: another folder is under way, or what this one was. Or as
-                `open_folder`, `push_folder` and ApplyVersion.
+            WeightSyncError: APPLY_BUSY: another folder is under way, or what this one was.
+                LIMIT_EXCEEDED: too many wait for it. Or as `open_folder`, `push_folder` and
+                ApplyVersion.
         """
+        if self._waiting >= _MOST_WAITING:
+            raise WeightSyncError(
+                Reason.LIMIT_EXCEEDED,
+                f"post the folder again later: {self._waiting} requests wait for this update",
+                retry_after_s=1.0,
+            )
+        self._waiting += 1
+        try:
+            return await self._run(path, pause, sender)
+        finally:
+            self._waiting -= 1
+
+    async def _run(
+        self, path: str, pause: pb.PauseOptions | None, sender: HttpRequest
+    ) -> dict[str, Any]:
         if self._task is None or self._task.done():
             self._path, self._files = path, None
             self._task = asyncio.create_task(self._update(path, pause, sender), name="http-update")
@@ -88,9 +111,7 @@ class WeightUpdates:
             await asyncio.wait([self._task])
 
     async def _refuse_changed(self, path: str, files: Files) -> None:
-        folder = await in_thread(open_folder, self._roots, path)
-        folder.close()
-        if folder.facts != files:
+        if await in_thread(folder_facts, self._roots, path) != files:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
                 "the folder has changed since the update that is under way has read it; post it "
@@ -102,15 +123,35 @@ class WeightUpdates:
         self, path: str, pause: pb.PauseOptions | None, sender: HttpRequest
     ) -> dict[str, Any]:
         folder = await in_thread(open_folder, self._roots, path)
-        self._files = folder.facts
+        self._files = facts_of(folder.read)
         try:
-            pushed = await push_folder(self._calls, sender, self._model, folder)
+            await self._ask_layout(sender)
+            sent = await in_thread(CastFolder.of, folder, self._dtypes)
+            pushed = await push_folder(self._calls, sender, self._model, sent)
         finally:
             folder.close()
         request = pb.ApplyVersionRequest(model=self._model, version=pushed.version, pause=pause)
         reply = await self._calls.call(APPLY_VERSION, request, sender)
         logger.info("version %d from %s is live", pushed.version, path)
-        return _document(reply)
+        return _document(reply) | ({"cast": sent.cast} if sent.cast else {})
+
+    async def _ask_layout(self, sender: HttpRequest) -> None:
+        """Learn in which dtypes the engine has its tensors; one that is away has what it had."""
+        signature, token, more = "", "", True
+        found: dict[str, str] = {}
+        while more:
+            request = pb.GetEngineLayoutRequest(
+                model=self._model, known_signature=self._signature, page_token=token
+            )
+            page = await self._calls.call(GET_ENGINE_LAYOUT, request, sender)
+            if page.signature in ("", self._signature):
+                return
+            # Of another layout than the page before, it is the first page.
+            found = found if page.signature == signature else {}
+            found |= {tensor.name: tensor.dtype for tensor in page.tensors}
+            signature, token = page.signature, page.next_page_token
+            more = bool(token)
+        self._signature, self._dtypes = signature, found
 
 
 def _document(reply: pb.ApplyVersionResponse) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.free_memory import available_bytes
 from weightsync.model.digest import tensor_digest
 from weightsync.node.v1 import node_pb2 as pb
-from weightsync.shm.free_memory import available_bytes
 from weightsync.shm.segments import Segment
 from weightsync.shm.staged_version import StagedVersion, shard_copy
 from weightsync_server.ops.tasks import all_done, in_thread

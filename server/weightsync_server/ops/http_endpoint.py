@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from http import HTTPStatus
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from prometheus_client.exposition import choose_encoder
 
-from weightsync_server.ops.http_stream import ByteStream, send_stream
+from weightsync_server.ops.http_stream import ByteStream, send_stream, until_left
 
 if TYPE_CHECKING:
     import ssl
@@ -26,6 +27,9 @@ __all__ = ["HttpEndpoint", "HttpReply", "HttpRequest", "MetricsEndpoint"]
 _MAX_REQUEST, _REQUEST_S = 16 << 10, 5.0
 #: Connections at once; the next ones are dropped until one has ended.
 _MOST = 512
+#: RFC 9110, sections 5.6.2 and 5.5.
+_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_CONTROL = re.compile(r"[\x00-\x08\n-\x1f\x7f]")
 
 
 class HttpRequest(NamedTuple):
@@ -80,7 +84,8 @@ class HttpEndpoint:
     """Serves HTTP/1.1 from the event loop, one request a connection.
 
     A request gets 5 s to come and its answer 5 s to go, each part of a stream anew; between them
-    `answer` takes what it needs, also when the client has left meanwhile.
+    `answer` takes what it needs. Where that may be long, a client that leaves cancels it: the end
+    of what it sends, or of its connection, is that.
 
     Args:
         answer: Answers a request. What it raises ends the connection.
@@ -89,6 +94,7 @@ class HttpEndpoint:
         name: Of its task, for people.
         max_body: Most bytes of the body that follows a head; one with more is answered with 413.
         refuse: Answers a head whose body is not read, with a status and a sentence that says why.
+        is_long: Whether a request is one whose answer may take long.
         tls: What connections are encrypted with; None: they are not.
 
     Raises:
@@ -104,9 +110,11 @@ class HttpEndpoint:
         name: str,
         max_body: Callable[[HttpRequest], int] = lambda _: 0,
         refuse: Callable[[HttpRequest, HTTPStatus, str], HttpReply] = _plain,
+        is_long: Callable[[HttpRequest], bool] = lambda _: False,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._answer = answer
+        self._is_long = is_long
         self._max_body = max_body
         self._refuse = refuse
         self._tls = tls
@@ -159,7 +167,12 @@ class HttpEndpoint:
         try:
             async with asyncio.timeout(_REQUEST_S):
                 request = await self._read(reader, writer)
-            reply = request if isinstance(request, HttpReply) else await self._answer(request)
+            if isinstance(request, HttpReply):
+                reply = request
+            elif self._is_long(request):
+                reply = await until_left(reader, self._answer(request))
+            else:
+                reply = await self._answer(request)
             without_body = isinstance(request, HttpRequest) and request.method == "HEAD"
             # So that a drain waits for all of it; with 0, TLS of asyncio stays paused when it has.
             writer.transport.set_write_buffer_limits(1)
@@ -183,6 +196,8 @@ class HttpEndpoint:
         request = _parsed(head)._replace(
             peer=_peer(writer), certificate=writer.get_extra_info("peercert") or {}
         )
+        if wrong := _malformed(head):
+            return self._refuse(request, HTTPStatus.BAD_REQUEST, wrong)
         if request.values("transfer-encoding"):
             sentence = "send the body whole, with its Content-Length, not in chunks"
             return self._refuse(request, HTTPStatus.LENGTH_REQUIRED, sentence)
@@ -238,6 +253,22 @@ def _parsed(head: str) -> HttpRequest:
     headers = tuple((name.strip().lower(), value.strip()) for name, value in pairs)
     parts = urlsplit(target)
     return HttpRequest(method, unquote(parts.path), parts.query, headers)
+
+
+def _malformed(head: str) -> str:
+    """Return what is wrong with the headers of a request; empty: nothing.
+
+    A proxy may read such a line otherwise than this does: RFC 9112, sections 2.2, 5 and 5.1.
+    """
+    for line in head.removesuffix("\r\n\r\n").split("\r\n")[1:]:
+        if line.startswith((" ", "\t")):
+            return "a header goes on in a second line; send it in one"
+        name, colon, value = line.partition(":")
+        if not colon or not _HEADER_NAME.fullmatch(name):
+            return "a header needs a name of letters and a colon right behind it"
+        if _CONTROL.search(value):
+            return "the value of a header holds a control character; leave it out"
+    return ""
 
 
 def _peer(writer: asyncio.StreamWriter) -> str:

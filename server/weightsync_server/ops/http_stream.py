@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable
 
-__all__ = ["ByteStream", "send_stream"]
+__all__ = ["ByteStream", "send_stream", "until_left"]
+
+_T = TypeVar("_T")
 
 _END = b"0\r\n\r\n"
 #: Bytes of what a client sends after its request that are thrown away at once.
@@ -40,18 +42,33 @@ async def send_stream(
         EOFError: It has left.
         OSError: The connection broke.
     """
-    sending = asyncio.ensure_future(_send(writer, parts, most_s))
+    try:
+        await until_left(reader, _send(writer, parts, most_s))
+    finally:
+        await parts.aclose()
+
+
+async def until_left(reader: asyncio.StreamReader, work: Awaitable[_T]) -> _T:
+    """Return the result of what is done for a client; one that leaves has it cancelled.
+
+    Args:
+        reader: Of the client, which sends nothing more that counts.
+        work: What is done.
+
+    Raises:
+        EOFError: The client has left, and the work has ended.
+    """
+    doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_end(reader))
     try:
-        await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not sending.done():
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
             raise EOFError
-        await sending
+        return await doing
     finally:
-        sending.cancel()
+        doing.cancel()
         leaving.cancel()
-        await asyncio.gather(sending, leaving, return_exceptions=True)
-        await parts.aclose()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
 async def _send(writer: asyncio.StreamWriter, parts: ByteStream, most_s: float) -> None:

@@ -35,6 +35,9 @@ class Meters(Protocol):
     def count_push(self, outcome: str) -> None:
         """Count the end of a push: `committed`, `already`, `failed` or `aborted`."""
 
+    def count_cast(self, tensors: int) -> None:
+        """Count tensors that a trainer cast to what the engine holds."""
+
     def add_received(self, size: int) -> None:
         """Count received bytes."""
 

@@ -100,6 +100,10 @@ class Metrics:
         self._received = self.counter(
             "weightsync_received_bytes_total", "Bytes of shards received."
         )
+        self._cast = self.counter(
+            "weightsync_cast_tensors_total",
+            "Tensors of committed versions that were cast to the dtype that the engine has.",
+        )
         self._written = self.counter(
             "weightsync_applied_bytes_total", "Bytes written into live parameters, over all ranks."
         )
@@ -145,6 +149,13 @@ class Metrics:
         family = Counter(name, text, ["model", label], registry=self.registry)
         return {value: family.labels(self._model, value) for value in values}
 
+    def gauges(
+        self, name: str, text: str, label: str, values: Iterable[str]
+    ) -> Mapping[str, Gauge]:
+        """Return the new gauges of this model by the value of one more label."""
+        family = Gauge(name, text, ["model", label], registry=self.registry)
+        return {value: family.labels(self._model, value) for value in values}
+
     def gauge(self, name: str, text: str) -> Gauge:
         """Return a new gauge of this model."""
         return Gauge(name, text, ["model"], registry=self.registry).labels(self._model)
@@ -174,6 +185,10 @@ class Metrics:
     def count_live_check(self, outcome: str) -> None:
         """Count a comparison of all live parameters: one of `LIVE_CHECK_OUTCOMES`."""
         self._live_checks[outcome].inc()
+
+    def count_cast(self, tensors: int) -> None:
+        """Count tensors that were cast to the dtype that the engine has."""
+        self._cast.inc(tensors)
 
     def add_received(self, size: int) -> None:
         """Count received bytes."""

@@ -8,14 +8,14 @@ import os
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire.file_limits import file_limit_remedy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["read_fault", "system_fault", "to_refusal", "translate_os_errors", "write_fault"]
 
-# EFBIG is a limit on file size, set by an administrator (RLIMIT_FSIZE) or by the file system.
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_HANDLES = frozenset({errno.EMFILE, errno.ENFILE})
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
 
@@ -45,8 +45,15 @@ def write_fault(error: OSError, what: str) -> WeightSyncError:
             Reason.DISK_EXHAUSTED,
             f"{what} failed: {error.strerror}; free space in the store or delete versions",
         )
+    if error.errno == errno.EFBIG:
+        return WeightSyncError(
+            Reason.DISK_EXHAUSTED, f"{what} failed: {error.strerror}; {file_limit_remedy()}"
+        )
+    remedy = "check the store's disk"
+    if error.errno == errno.EROFS:
+        remedy = "mount that disk so that it can be written: its kernel log says why it is not"
     return _common(error, what) or WeightSyncError(
-        Reason.FAULT, f"{what} failed: {error.strerror or error}; check the store's disk"
+        Reason.FAULT, f"{what} failed: {error.strerror or error}; {remedy}"
     )
 
 

@@ -19,8 +19,8 @@ __all__ = ["StopDeadline"]
 logger = logging.getLogger(__name__)
 
 #: Seconds after the deadline in which the kernel ends a process that cannot even end itself:
-#: something keeps Python's lock, or nobody reads its log.
-_KERNEL_S = 3.0
+#: something keeps Python's lock. And seconds to write into the log why.
+_KERNEL_S, _LOG_S = 3.0, 1.0
 #: Places that are told of; after a flood thousands of tasks may wait.
 _PLACES = 30
 
@@ -36,17 +36,17 @@ class StopDeadline:
         self._code = code
         self._begun = False
 
-    def begin(self, seconds: float) -> None:
-        """Begin to count, unless that was begun before; call it on the main thread's event loop.
+    def begin(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to count, unless that was begun before; call it on the main thread.
 
         Args:
             seconds: What the stop may take.
+            loop: The server's event loop, whose tasks are told of.
         """
         if self._begun:
             return
         self._begun = True
         signal.setitimer(signal.ITIMER_REAL, seconds + _KERNEL_S)
-        loop = asyncio.get_running_loop()
         watch = threading.Thread(
             target=self._watch, args=(seconds, loop), name="stop-deadline", daemon=True
         )
@@ -63,16 +63,25 @@ class StopDeadline:
             for child in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
-            logger.critical(
-                "not stopped %g s after it was told to: ended, with %d processes of its own; "
-                "what waited:\n%s",
-                seconds,
-                len(children),
-                "\n".join(places),
-            )
-            faulthandler.dump_traceback(sys.stderr)
+            # In a thread of its own: nobody may read the log, which may be why this is needed.
+            text = (seconds, len(children), "\n".join(places))
+            writing = threading.Thread(target=_tell, args=text, name="stop-deadline-log")
+            writing.daemon = True
+            writing.start()
+            writing.join(_LOG_S)
         finally:
             os._exit(self._code)
+
+
+def _tell(seconds: float, children: int, places: str) -> None:
+    logger.critical(
+        "not stopped %g s after it was told to: ended, with %d processes of its own; "
+        "what waited:\n%s",
+        seconds,
+        children,
+        places,
+    )
+    faulthandler.dump_traceback(sys.stderr)
 
 
 def _unfinished(loop: asyncio.AbstractEventLoop) -> list[str]:

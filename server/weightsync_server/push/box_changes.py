@@ -10,7 +10,7 @@ from weightsync_server.ops.tasks import all_done
 from weightsync_server.workers.fetch.fetch_api import PatchOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from weightsync.shm.segments import Segment
@@ -52,11 +52,13 @@ async def _lay(
     if patch is None:
         return
     kinds: dict[str, tuple[str, Sequence[int]]] = {}
+    names: dict[str, str] = {}
     boxes = []
     for one, span in zip(upload.sent, upload.spans, strict=True):
         tensor = tensors[one.tensor]
         name = box_name(tensor.name, one.box)
         kinds[name] = tensor.dtype, one.box.sizes
+        names[name] = f"{tensor.name}{one.box}"
         if one not in skipped:
             boxes.append((name, span))
     order = PatchOrder(patch.size, patch.base_content_digest, kinds, boxes)
@@ -67,8 +69,16 @@ async def _lay(
             raise
         raise WeightSyncError(
             error.reason,
-            f"the changes of writer {upload.writer} in shard {shard.index}: {error.message}",
+            f"the changes of writer {upload.writer} in shard {shard.index}: "
+            f"{_readable(error.message, names)}",
             metadata={"writer": str(upload.writer)},
         ) from error
     patch.discard()
     upload.patch = None
+
+
+def _readable(message: str, names: Mapping[str, str]) -> str:
+    """Return a sentence with boxes named by their tensor and its rows, as people do."""
+    for name in sorted(names, key=len, reverse=True):
+        message = message.replace(name, names[name])
+    return message

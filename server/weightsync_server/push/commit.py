@@ -19,6 +19,7 @@ from weightsync_server.push.writers import check_writer
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import Layout, Manifest
+    from weightsync_server.catalog.client_runs import ClientRuns
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.deltas import PushedDelta
     from weightsync_server.push.parts import Push
@@ -28,12 +29,18 @@ __all__ = ["answer", "check_complete", "commit", "meet"]
 logger = logging.getLogger(__name__)
 
 
-def answer(record: VersionRecord, *, durable: bool, already: bool) -> pb.CommitPushResponse:
+def answer(
+    record: VersionRecord, runs: ClientRuns, *, durable: bool, already: bool
+) -> pb.CommitPushResponse:
     """Return what a commit tells of a committed version."""
     commit = record.commit
     if commit is None:
         raise WeightSyncError(Reason.FAULT, f"version {record.version} lost its commit; ask again")
+    other = runs.before(record)
     return pb.CommitPushResponse(
+        other_run=other.run if other else "",
+        other_version=other.version if other else 0,
+        runs_alternate=other is not None and other.alternates,
         version=commit.version,
         content_digest=commit.content_digest,
         manifest_digest=commit.manifest_digest,
@@ -132,6 +139,7 @@ async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     push.pipeline.observe_receive()
     # What is proved here stays so only if nobody holds it for writing any more.
     await asyncio.gather(*(writer.cease() for writer in push.lifecycle.writers))
+    await push.layout.check_whole()
     manifest = await push.pipeline.sealed()
     check_open(state)
     if content_digest and content_digest != manifest.content_digest:
@@ -144,7 +152,7 @@ async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     existing = state.existing
     if existing is not None and existing.commit is not None:
         _repeat(push, existing, manifest)
-        return answer(existing, durable=durable, already=True)
+        return answer(existing, model.runs, durable=durable, already=True)
     delta = await _delta(push, manifest)
     # The content digest that a delta's commit must tell is made of all digests.
     each = (shard.trainer_verified for shard in state.shards.values())
@@ -155,13 +163,36 @@ async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
             existing, manifest, epoch=state.record.epoch, trainer_verified=verified, delta=delta
         )
         model.slots.release(state.record)
-        return answer(existing, durable=durable, already=False)
+        return answer(existing, model.runs, durable=durable, already=False)
     await model.commits.commit(state.record, manifest, trainer_verified=verified, delta=delta)
     if state.delta is not None:
         state.delta.committed()
     else:
         _remember_headers(push, manifest.layout)
-    return answer(state.record, durable=durable, already=False)
+    _tell_runs(state.record, model.runs)
+    return answer(state.record, model.runs, durable=durable, already=False)
+
+
+def _tell_runs(record: VersionRecord, runs: ClientRuns) -> None:
+    if (other := runs.before(record)) is None:
+        return
+    if other.alternates:
+        logger.warning(
+            "runs %s and %s push in turn: version %d came from the one, version %d from the other; "
+            "stop one of them, or have the right one call acquire_epoch()",
+            record.client_run,
+            other.run,
+            record.version,
+            other.version,
+        )
+    else:
+        logger.info(
+            "version %d is the first of run %s; version %d came from run %s",
+            record.version,
+            record.client_run,
+            other.version,
+            other.run,
+        )
 
 
 async def _delta(push: Push, manifest: Manifest) -> PushedDelta | None:

@@ -125,7 +125,7 @@ class DeltaPush:
         started = time.perf_counter()
         base = self._base_manifest
         changes = [changes for _, changes in self._shards.values()]
-        # In a thread: there may be 200,000 tensors.
+        # In a thread: there may be 2,000,000 tensors.
         pushed = await asyncio.to_thread(
             partial(PushedDelta.merged, kept=self._model.store.durable),
             self.base,
@@ -209,7 +209,9 @@ class DeltaPush:
                 lost = error.reason is Reason.FETCHER_FAILED
                 wrong = error.reason in _WRONG and begun is not None
                 if left and (lost or wrong):
-                    logger.warning("the base is laid again: %s", error.message)
+                    logger.warning(
+                        "the version that a delta changes is read again: %s", error.message
+                    )
                     continue
                 if error.reason is Reason.DATA_CORRUPT:
                     raise self._mistaken(error) from error

@@ -16,6 +16,7 @@ from weightsync_server.push.validation import refused, tensor_entries
 if TYPE_CHECKING:
     from weightsync.model.manifest import TensorEntry
     from weightsync_server.catalog.accepted_tensors import AcceptedTensors
+    from weightsync_server.catalog.engine_layouts import EngineLayouts
     from weightsync_server.catalog.layout_cache import KnownLayout
     from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.pipeline import ShardPipeline
@@ -35,6 +36,7 @@ class PushLayout:
         state: The push, whose `shards` this fills.
         reservation: Where they go.
         accepted: Asks the engine whether it takes their tensors.
+        engine_layouts: Asks it whether they are all that it needs.
         limits: Bounds on it.
         pipeline: Runs what takes time.
     """
@@ -44,12 +46,14 @@ class PushLayout:
         state: PushState,
         reservation: PushReservation,
         accepted: AcceptedTensors,
+        engine_layouts: EngineLayouts,
         limits: PushLimits,
         pipeline: ShardPipeline,
     ) -> None:
         self._state = state
         self._reservation = reservation
         self._accepted = accepted
+        self._engine_layouts = engine_layouts
         self._limits = limits
         self._pipeline = pipeline
         self._tensors = 0
@@ -183,11 +187,10 @@ class PushLayout:
             )
         self._tensors += len(tensors)
         shard.describe(tensors)
-        # What an engine's memory has, it takes; nor could it be asked in a transaction.
-        asked = self._state.delta is None and not self._state.record.in_place
-        if asked and self._state.existing is None:
+        if self._asks:
             shard.tasks.checking = self._pipeline.start(
-                self._ask_engine(tensors), "asking the engine about the layout"
+                self._ask_engine(tensors, whole=self._is_whole(self._state.shard_count)),
+                "asking the engine about the layout",
             )
         shard.segment = self._reservation.reuse(shard)
         if shard.segment is None:
@@ -197,10 +200,42 @@ class PushLayout:
                 self._reservation.allocate(shard, total), f"reserving {total} bytes"
             )
 
-    async def _ask_engine(self, tensors: tuple[TensorEntry, ...]) -> None:
+    @property
+    def _asks(self) -> bool:
+        """Whether the engine is asked."""
+        # What an engine's memory has, it takes; nor could it be asked in a transaction.
+        asked = self._state.delta is None and not self._state.record.in_place
+        return asked and self._state.existing is None
+
+    def _is_whole(self, shard_count: int) -> bool:
+        """Whether all tensors of the version are described, of which it lacks none on purpose."""
+        shards, part = self._state.shards.values(), self._state.request.partial
+        described = len(shards) == shard_count and all(s.tensors is not None for s in shards)
+        # What comes of an origin is what that has.
+        return described and not part and not self._state.record.backfill
+
+    async def check_whole(self) -> None:
+        """Refuse a push that lacks tensors, of which it was not known before how many there are.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED, naming them.
+        """
+        known = self._state.request.shard_count or self._state.known
+        asks = self._asks and not self._unchecked
+        if asks and not known and self._is_whole(len(self._state.shards)):
+            await self._refuse_lacking()
+
+    async def _refuse_lacking(self) -> None:
+        known = self._state.known.layout if self._state.known is not None else None
+        tensors = [t for shard in self._state.shards.values() for t in shard.tensors or ()]
+        await self._engine_layouts.check_whole(tensors, known)
+
+    async def _ask_engine(self, tensors: tuple[TensorEntry, ...], *, whole: bool) -> None:
         """Refuse a push whose tensors the engine does not take; label it where none tells."""
         passed = await self._accepted.check(tensors)
         self._unchecked |= not passed
+        if whole and not self._unchecked:
+            await self._refuse_lacking()
         checks = pb.LAYOUT_CHECK_UNCHECKED if self._unchecked else pb.LAYOUT_CHECK_PASSED
         self._state.record.layout_check = checks
 

@@ -220,8 +220,14 @@ class PushLifecycle:
         checkpoints, self._state.suspended = self._state.suspended or {}, None
         return checkpoints
 
-    def fail(self, error: WeightSyncError, outcome: str = "failed") -> None:
-        """End the push without a commit; what was committed already stays."""
+    def fail(self, error: WeightSyncError, outcome: str = "failed", why: str = "") -> None:
+        """End the push without a commit; what was committed already stays.
+
+        Args:
+            error: What those are told who still work on it.
+            outcome: What it counts as.
+            why: What the log says in place of that.
+        """
         if self.ended:
             return
         self._state.error = error
@@ -231,7 +237,8 @@ class PushLifecycle:
         self._part_writers()
         if not self.opened.done():
             self.opened.set_result(None)
-        logger.info("push of version %d ended: %s", self._state.record.version, error.message)
+        version = self._state.record.version
+        logger.info("push of version %d ended: %s", version, why or error.message)
         self._meters.count_push(outcome)
         self.tasks.closing = asyncio.create_task(self._close())
         self._reservation.disk.end(error, self.tasks.closing)
@@ -243,6 +250,8 @@ class PushLifecycle:
         self._announcement.end()
         self._part_writers()
         self._meters.count_push("already" if response.already else "committed")
+        if not response.already:
+            self._meters.count_cast(min(self._state.cast_tensors, response.tensor_count))
         self._end()
 
     def restore(self, response: pb.CommitPushResponse) -> None:

@@ -137,7 +137,7 @@ class PushFactory:
             state,
             lifecycle,
             pipeline,
-            PushLayout(state, reservation, model.accepted, limits, pipeline),
+            PushLayout(state, reservation, model.accepted, model.engine_layouts, limits, pipeline),
             PushBoxes(state, limits, bases, pipeline),
             bases,
             reservation,

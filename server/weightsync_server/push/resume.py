@@ -43,6 +43,7 @@ class RecoveredPushes:
         self._model = model
         self._table = model.table
         self._epochs = model.epochs
+        self._runs = model.runs
         self._store = model.store
         self._factory = factory
 
@@ -58,7 +59,7 @@ class RecoveredPushes:
         request = pb.BeginPushRequest(idempotency_key=commit.idempotency_key)
         push = self._factory.make(record, request, push_id=commit.push_id)
         durable = self._store.durable
-        push.lifecycle.restore(answer(record, durable=durable, already=True))
+        push.lifecycle.restore(answer(record, self._runs, durable=durable, already=True))
         return push
 
     async def open(self) -> list[Push]:

@@ -24,7 +24,7 @@ from weightsync_server.push.sources.remote_stream import DistantStream, RemoteSt
 from weightsync_server.push.state import Phase, check_open
 from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import check_begin, check_digest, refused
-from weightsync_server.push.writers import check_writer
+from weightsync_server.push.writers import MAX_REASON_CHARS, check_writer, given_up
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from weightsync_server.push.parts import Push
 
 __all__ = ["PushService"]
-
-#: Characters of what a writer tells the others.
-_MOST_REASON = 1024
 
 
 class PushService:
@@ -154,7 +151,10 @@ class PushService:
             )
         self._refuse_used(push)
         check_writer(push.state.writers, request.writer)
-        push.lifecycle.fail(_aborted(push, request), "aborted")
+        # It is mostly begun again at once, in another way, by the same client.
+        said = f", saying {request.reason[:MAX_REASON_CHARS]!r}" if request.reason else ""
+        why = given_up(push.state.writers, request)
+        push.lifecycle.fail(why, "aborted", f"its client gave it up{said}")
         await push.lifecycle.closed()
         return pb.AbortPushResponse()
 
@@ -226,7 +226,7 @@ class PushService:
             )
         await failpoints.reach("receive.begin")
         self._check_model(request.model)
-        epoch = self._model.epochs.check(request.epoch)
+        self._model.epochs.check(request.epoch)
         await self._settled(request.version)
         await self._model.epochs.settle()
         push = await self._joined(request, deadline_s)
@@ -234,10 +234,14 @@ class PushService:
             # No await between here and the entry in _open, nor since it was looked for: of two
             # pushes of a version, or of a key, one is open.
             epoch = self._model.epochs.check(request.epoch)
+            if not request.writer:
+                self._model.runs.check(request.client_run, request.epoch)
             push = self._create(request, epoch, backfill=backfill)
             if push.state.writers is not None:
                 push.state.writers.come(request.writer)
             await start(push, deadline_s)
+        elif push.state.committed is None:
+            await self._take_run(push, request)
         if push.state.writers is not None and request.kind == pb.PUSH_KIND_DELTA:
             await push.bases.take(request)
         push.lifecycle.touch()
@@ -254,6 +258,7 @@ class PushService:
             self._check_same(push.state.committed, request)
             return push.lifecycle.again()
         self._model.epochs.check(push.state.record.epoch)
+        push.state.cast_tensors = max(push.state.cast_tensors, request.cast_tensors)
         await meet(push, request)
         if push.lifecycle.tasks.committing is None:
             await resume(push)
@@ -319,6 +324,17 @@ class PushService:
                 await push.lifecycle.closed()
             raise
 
+    async def _take_run(self, push: Push, request: pb.BeginPushRequest) -> None:
+        """Take note of the run of a caller that joins; the first of several writers has a say."""
+        if push.state.writers is not None and not request.writer:
+            try:
+                self._model.runs.check(request.client_run, request.epoch)
+            except WeightSyncError as error:
+                push.lifecycle.fail(error)
+                await push.lifecycle.closed()
+                raise
+        self._model.runs.take(push.state.record, request)
+
     async def _settled(self, version: int) -> None:
         for push in list(self._open.values()):
             if push.state.record.version == version and push.state.error:
@@ -342,6 +358,7 @@ class PushService:
         record = live or VersionRecord(request.model, version)
         record.epoch, record.metadata = epoch, dict(request.metadata)
         record.backfill = backfill
+        self._model.runs.take(record, request)
         push = self._factory.make(record, request, existing=existing, base=base)
         if request.fallback_reason:
             # The next push of this trainer will be a delta.
@@ -431,14 +448,3 @@ def _layout_known(push: Push, request: pb.BeginPushRequest) -> bool:
         return known is not None
     # One whose layout is another sends it, and is told what differs.
     return known.layout.digest == request.layout_digest
-
-
-def _aborted(push: Push, request: pb.AbortPushRequest) -> WeightSyncError:
-    if push.state.writers is None:
-        return WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again")
-    why = f": {request.reason[:_MOST_REASON]}" if request.reason else ""
-    return WeightSyncError(
-        Reason.PUSH_ABORTED,
-        f"writer {request.writer} gave the push up for all{why}; push again",
-        metadata={"writer": str(request.writer)},
-    )

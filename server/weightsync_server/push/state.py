@@ -65,6 +65,7 @@ class PushState:
         recovered: It was open in an earlier life of the server.
         suspended: After a restart, or when nobody sent it for a while, what was made durable of
             it, by shard; None: it is not suspended.
+        cast_tensors: Tensors that its trainer says it has cast.
         committed: The answer to its commit.
         error: Why it failed.
         failed_at: When, by the event loop's clock.
@@ -86,6 +87,7 @@ class PushState:
     recorded: bool = False
     recovered: bool = False
     suspended: dict[int, ShardCheckpoint] | None = None
+    cast_tensors: int = 0
     committed: pb.CommitPushResponse | None = None
     error: WeightSyncError | None = None
     failed_at: float = 0.0

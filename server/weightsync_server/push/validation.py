@@ -9,6 +9,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import MAX_DIMS
 from weightsync.model.manifest import MAX_VERSION, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.epochs import check_run
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -69,6 +70,7 @@ def check_begin(request: pb.BeginPushRequest, limits: PushLimits) -> None:
         )
     if len(request.idempotency_key.encode()) > limits.max_key_bytes:
         raise refused(f"idempotency_key is over {limits.max_key_bytes} bytes; shorten it")
+    check_run(request.client_run)
     check_digest("layout_digest", request.layout_digest)
     _check_writers(request, limits)
     if request.shard_count > limits.max_shards:

@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync.errors import WeightSyncError as Refusal
+    from weightsync.v1 import weightsync_pb2 as pb
 
-__all__ = ["Writers", "check_writer"]
+__all__ = ["MAX_REASON_CHARS", "Writers", "check_writer", "given_up"]
 
 #: Looks within the time that a writer may bring nothing.
 _LOOKS = 8
+#: Characters of what a writer tells the others.
+MAX_REASON_CHARS = 1024
 
 
 class Writers:
@@ -133,3 +136,15 @@ def check_writer(writers: Writers | None, writer: int) -> None:
             Reason.REQUEST_INVALID,
             f"writer {writer} of a push that has {count}; number them from 0",
         )
+
+
+def given_up(writers: Writers | None, request: pb.AbortPushRequest) -> WeightSyncError:
+    """Return what those are told whose push was aborted."""
+    if writers is None:
+        return WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again")
+    why = f": {request.reason[:MAX_REASON_CHARS]}" if request.reason else ""
+    return WeightSyncError(
+        Reason.PUSH_ABORTED,
+        f"writer {request.writer} gave the push up for all{why}; push again",
+        metadata={"writer": str(request.writer)},
+    )

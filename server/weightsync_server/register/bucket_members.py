@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync import clock
+from weightsync_server.register.membership import Renewal
 from weightsync_server.store.objects.object_collector import store_time
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class BucketMembers:
         body = f"{ttl_s}\n".encode() + value
         while not (await self._client.create_or_read(_Name(key, number).path, body))[0]:
             number += 1
-        return BucketLease(self._client, key, _Name(key, number).path, body)
+        return BucketLease(self._client, key, _Name(key, number).path, body, ttl_s)
 
     async def _see(self, names: dict[_Name, ObjectFacts]) -> None:
         """Note which objects have changed."""
@@ -146,15 +147,16 @@ class BucketMembers:
 class BucketLease:
     """One member's object."""
 
-    def __init__(self, client: ObjectClient, key: str, path: str, body: bytes) -> None:
-        self.key = key
+    def __init__(self, client: ObjectClient, key: str, path: str, body: bytes, ttl_s: int) -> None:
+        self.key, self._ttl_s = key, ttl_s
         self._client, self._path, self._body = client, path, body
         self._writing = asyncio.Lock()
 
-    async def renew(self) -> None:
-        """Put it again."""
+    async def renew(self) -> Renewal:
+        """Put it again; who looks counts from when it sees that, so that a late one ends it."""
         async with self._writing:
             await self._client.put(self._path, self._body)
+        return Renewal(self._ttl_s, kept=True)
 
     async def release(self) -> None:
         """Remove it."""

@@ -17,6 +17,7 @@ from weightsync_server.register.key_changes import KeyChanges
 from weightsync_server.register.membership import Membership
 from weightsync_server.register.register import (
     Creation,
+    MemberList,
     check_key,
     check_prefix,
     check_value,
@@ -27,7 +28,7 @@ from weightsync_server.store.objects.object_client import ObjectClient
 from weightsync_server.store.objects.store_probe import claim, probe
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 
 __all__ = ["BucketRegister"]
 
@@ -66,6 +67,30 @@ class BucketRegister:
                 raise not_creatable(key)
             return Creation(*await self._client.create_or_read(_path(key), value))
 
+    async def create_among(
+        self, key: str, value: bytes, prefix: str, known: Collection[str]
+    ) -> Creation | None:
+        """Create a key, as in `Register`: right after it was looked who is there."""
+        above = check_prefix(prefix).rstrip("/")
+        async with self._bounded(f"listing {prefix}"):
+            alive = await self._members.alive(above)
+        if alive.keys() <= set(known):
+            return await self.create(key, value)
+        found = await self.get(key)
+        return Creation(created=False, value=found) if found is not None else None
+
+    async def members(self, prefix: str) -> MemberList:
+        """Read who is there, as in `Register`."""
+        above = check_prefix(prefix).rstrip("/")
+        async with self._bounded(f"listing {prefix or 'all keys'}"):
+            alive = await self._members.alive(above)
+            listed = await self._client.list_under(_path(above).rstrip("/"))
+        permanent = (path[len(_path("")) :] for path in listed)
+        return MemberList(
+            {key: alive[key][1] for key in sorted(alive)},
+            frozenset(key for key in permanent if key.startswith(prefix)),
+        )
+
     async def get(self, key: str) -> bytes | None:
         """Read a key, as in `Register`."""
         check_key(key)
@@ -73,19 +98,19 @@ class BucketRegister:
             found = await self._client.get(_path(key))
             return found if found is not None else await self._members.read(key)
 
-    async def list(self, prefix: str) -> dict[str, bytes]:
+    async def list(self, prefix: str, start: str = "") -> dict[str, bytes]:
         """Read many keys, as in `Register`."""
         above = check_prefix(prefix).rstrip("/")
         async with self._bounded(f"listing {prefix or 'all keys'}"):
             listed = await self._client.list_under(_path(above).rstrip("/"))
-            bodies = await self._client.get_all(list(listed))
+            bodies = await self._client.get_all([one for one in listed if one >= _path(start)])
             found = {path[len(_path("")) :]: body for path, body in bodies.items()}
             found |= {key: value for key, (_, value) in (await self._members.alive(above)).items()}
-        return {key: found[key] for key in sorted(found) if key.startswith(prefix)}
+        return {key: found[key] for key in sorted(found) if key.startswith(prefix) and key >= start}
 
-    async def list_each(self, prefixes: Sequence[str]) -> dict[str, bytes]:
+    async def list_each(self, prefixes: Sequence[str], start: str = "") -> dict[str, bytes]:
         """Read many keys, as in `Register`."""
-        return await list_in_turn(self, prefixes)
+        return await list_in_turn(self, prefixes, start)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, as in `Register`."""

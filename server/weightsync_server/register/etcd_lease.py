@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.etcd.v3 import etcd_pb2 as pb
+from weightsync_server.register.membership import Renewal
 
 if TYPE_CHECKING:
     from weightsync_server.register.etcd_channels import EtcdChannels, EtcdStubs
@@ -31,12 +32,16 @@ class EtcdLease:
         self._channels, self._path, self._value, self._ttl_s = channels, path, value, ttl_s
         self._id = 0
 
-    async def renew(self) -> None:
+    async def renew(self) -> Renewal:
         """Keep the lease alive, or make it, and see that the key is on it."""
-        if self._id and await self._channels.call(f"renewing {self.key}", self._keep_alive):
-            if not await self._is_there():
+        left_s = 0
+        if self._id:
+            left_s = await self._channels.call(f"renewing {self.key}", self._keep_alive)
+        if left_s:
+            ours, free = await self._look()
+            if free:
                 await self._put(self._id)
-            return
+            return Renewal(left_s, ours)
         self._id = 0
         grant = pb.LeaseGrantRequest(ttl=self._ttl_s)
         granted = await self._channels.call(
@@ -45,6 +50,7 @@ class EtcdLease:
         )
         await self._put(granted.id)
         self._id = granted.id
+        return Renewal(granted.ttl, kept=False)
 
     async def release(self) -> None:
         """End the lease and with it the key."""
@@ -54,19 +60,21 @@ class EtcdLease:
             lambda stubs, limit: stubs.lease.LeaseRevoke(request, timeout=limit),
         )
 
-    async def _keep_alive(self, stubs: EtcdStubs, limit: float) -> bool:
+    async def _keep_alive(self, stubs: EtcdStubs, limit: float) -> int:
+        """Return for how many seconds the lease lives; 0: it does not."""
         call = stubs.lease.LeaseKeepAlive(
             iter([pb.LeaseKeepAliveRequest(id=self._id)]), timeout=limit
         )
         left_s = 0
         async for reply in call:
-            left_s = reply.ttl
-        return left_s > 0
+            left_s = max(reply.ttl, 0)
+        return left_s
 
-    async def _is_there(self) -> bool:
-        """Return whether the key is on the lease, or is another member's that took its place.
+    async def _look(self) -> tuple[bool, bool]:
+        """Return whether the key is on the lease, and whether it is to be put there.
 
         A put that was given up may be done late and move the key to a lease that nobody renews.
+        It is not put there again where another member took its place.
         """
         ours = pb.Compare(
             result=pb.Compare.COMPARE_RESULT_EQUAL,
@@ -80,9 +88,9 @@ class EtcdLease:
             f"looking for {self.key}", lambda stubs, limit: stubs.kv.Txn(request, timeout=limit)
         )
         if reply.succeeded:
-            return True
+            return True, False
         found = reply.responses[0].response_range.kvs
-        return bool(found) and found[0].value != self._value
+        return False, not found or found[0].value == self._value
 
     async def _put(self, lease: int) -> None:
         created = [

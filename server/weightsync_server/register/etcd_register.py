@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import grpc
 
 from weightsync import clock
-from weightsync.errors import Reason
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.etcd.v3 import etcd_pb2 as pb
 from weightsync_server.register.etcd_channels import refusal, refused
 from weightsync_server.register.etcd_lease import EtcdLease
 from weightsync_server.register.membership import Membership
 from weightsync_server.register.register import (
     Creation,
+    MemberList,
     check_key,
     check_prefix,
     check_value,
@@ -22,7 +23,7 @@ from weightsync_server.register.register import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Collection, Sequence
 
     from weightsync_server.register.etcd_channels import EtcdChannels
 
@@ -57,39 +58,51 @@ class EtcdRegister:
         A transaction whose answer is lost is sent again: if it was done, or another's was, the
         second one writes nothing and reads what the key holds.
         """
-        check_value(check_key(key), value)
-        path = self._path(key)
-        absent = pb.Compare(
-            result=pb.Compare.COMPARE_RESULT_EQUAL,
-            target=pb.Compare.COMPARE_TARGET_CREATE,
-            key=path,
-            create_revision=0,
-        )
-        request = pb.TxnRequest(
-            compare=[absent],
-            success=[pb.RequestOp(request_put=pb.PutRequest(key=path, value=value))],
-            failure=[pb.RequestOp(request_range=pb.RangeRequest(key=path))],
-        )
-        reply = await self._change(f"creating {key}", request)
-        if reply.succeeded:
-            return Creation(created=True, value=value)
-        found = reply.responses[0].response_range.kvs[0]
-        if found.lease:
-            raise not_creatable(key)
-        return Creation(created=False, value=found.value)
+        created = await self._create(key, value)
+        if created is None:
+            raise WeightSyncError(Reason.FAULT, f"{key} came and went; see etcd's log")
+        return created
+
+    async def create_among(
+        self, key: str, value: bytes, prefix: str, known: Collection[str]
+    ) -> Creation | None:
+        """Create a key, as in `Register`: by a transaction that also compares who is there."""
+        reach = self._all(check_prefix(prefix))
+        while True:
+            alive, _, revision = await self._look(prefix)
+            if not alive.keys() <= set(known):
+                found = await self.get(key)
+                return Creation(created=False, value=found) if found is not None else None
+            # Whoever has come since then has come later than that.
+            same = pb.Compare(
+                result=pb.Compare.COMPARE_RESULT_LESS,
+                target=pb.Compare.COMPARE_TARGET_CREATE,
+                key=reach.key,
+                range_end=reach.range_end,
+                create_revision=revision + 1,
+            )
+            if (created := await self._create(key, value, same)) is not None:
+                return created
+
+    async def members(self, prefix: str) -> MemberList:
+        """Read who is there, as in `Register`: those that have a lease."""
+        alive, permanent, _ = await self._look(prefix)
+        return MemberList(alive, permanent)
 
     async def get(self, key: str) -> bytes | None:
         """Read a key, as in `Register`."""
         found = await self._range(f"reading {key}", pb.RangeRequest(key=self._path(check_key(key))))
         return found.kvs[0].value if found.kvs else None
 
-    async def list(self, prefix: str) -> dict[str, bytes]:
+    async def list(self, prefix: str, start: str = "") -> dict[str, bytes]:
         """Read many keys, as in `Register`: all of one revision."""
-        return await self.list_each([prefix])
+        return await self.list_each([prefix], start)
 
-    async def list_each(self, prefixes: Sequence[str]) -> dict[str, bytes]:
+    async def list_each(self, prefixes: Sequence[str], start: str = "") -> dict[str, bytes]:
         """Read many keys, as in `Register`: all of one revision, and mostly by one call."""
         ranges = [self._all(check_prefix(prefix)) for prefix in prefixes]
+        if ranges:
+            ranges[0].key = max(ranges[0].key, self._path(start))
         what = f"listing {', '.join(prefixes) or 'all keys'}"
         found: dict[str, bytes] = {}
         while ranges:
@@ -128,13 +141,14 @@ class EtcdRegister:
         create = pb.WatchCreateRequest(key=reach.key, range_end=reach.range_end)
         request = pb.WatchRequest(create_request=create)
         while True:
-            stubs, begun = self._channels.stubs, clock.monotonic()
+            stubs, begun, watched = self._channels.stubs, clock.monotonic(), False
             call = stubs.watch.Watch(timeout=_WATCH_S, metadata=_LEADER)
             try:
                 await call.write(request)
                 async for news in call:
                     if news.canceled:
                         raise refused(Reason.PERMISSION_DENIED, what, news.cancel_reason)
+                    watched = True
                     # What changed before the watch was there is read by the caller after this.
                     if news.created or news.events:
                         yield frozenset(self._key(event.kv.key) for event in news.events)
@@ -145,8 +159,10 @@ class EtcdRegister:
                 pass  # no connection, so that the call ended before its request was written
             finally:
                 call.cancel()
-            self._channels.leave(stubs)
-            if clock.monotonic() < begun + _WATCH_S / 2:
+            early = clock.monotonic() < begun + _WATCH_S / 2
+            if early or not watched:
+                self._channels.leave(stubs)
+            if early:
                 # A fault; after a deadline, whoever waits for a decision would wait for this, too.
                 await asyncio.sleep(_PAUSE_S)
 
@@ -159,6 +175,47 @@ class EtcdRegister:
     async def close(self) -> None:
         """Close all connections."""
         await self._channels.close()
+
+    async def _create(self, key: str, value: bytes, *also: pb.Compare) -> Creation | None:
+        """Create a key where this holds as well; None: it does not."""
+        check_value(check_key(key), value)
+        path = self._path(key)
+        absent = pb.Compare(
+            result=pb.Compare.COMPARE_RESULT_EQUAL,
+            target=pb.Compare.COMPARE_TARGET_CREATE,
+            key=path,
+            create_revision=0,
+        )
+        request = pb.TxnRequest(
+            compare=[absent, *also],
+            success=[pb.RequestOp(request_put=pb.PutRequest(key=path, value=value))],
+            failure=[pb.RequestOp(request_range=pb.RangeRequest(key=path))],
+        )
+        reply = await self._change(f"creating {key}", request)
+        if reply.succeeded:
+            return Creation(created=True, value=value)
+        found = reply.responses[0].response_range.kvs
+        if not found:
+            return None
+        if found[0].lease:
+            raise not_creatable(key)
+        return Creation(created=False, value=found[0].value)
+
+    async def _look(self, prefix: str) -> tuple[dict[str, bytes], frozenset[str], int]:
+        """Return who is there, keys of nobody, and the revision at which that was so."""
+        reach, alive, permanent = self._all(check_prefix(prefix)), {}, set()
+        reach.limit = _PAGE
+        while True:
+            page = await self._range(f"listing {prefix or 'all keys'}", reach)
+            for one in page.kvs:
+                if one.lease:
+                    alive[self._key(one.key)] = one.value
+                else:
+                    permanent.add(self._key(one.key))
+            reach.revision = reach.revision or page.header.revision
+            if not page.more:
+                return alive, frozenset(permanent), reach.revision
+            reach.key = page.kvs[-1].key + b"\0"
 
     async def _range(self, what: str, request: pb.RangeRequest) -> pb.RangeResponse:
         return await self._channels.call(

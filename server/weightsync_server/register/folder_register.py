@@ -17,6 +17,7 @@ from weightsync_server.register.key_changes import KeyChanges
 from weightsync_server.register.membership import Membership
 from weightsync_server.register.register import (
     Creation,
+    MemberList,
     check_key,
     check_prefix,
     check_value,
@@ -26,7 +27,7 @@ from weightsync_server.register.register import (
 from weightsync_server.store.objects.object_keys import MARKER as STORE_MARKER
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Collection, Sequence
 
 __all__ = ["FolderRegister"]
 
@@ -71,21 +72,42 @@ class FolderRegister:
         with translate_os_errors(f"creating {key} in {self.url}"):
             return await in_thread(self._create, key, value)
 
+    async def create_among(
+        self, key: str, value: bytes, prefix: str, known: Collection[str]
+    ) -> Creation | None:
+        """Create a key, as in `Register`: nobody takes a member's place meanwhile."""
+        check_value(check_key(key), value)
+        start = _name(check_prefix(prefix))
+        names = {_name(one) for one in known}
+        with translate_os_errors(f"creating {key} in {self.url}"):
+            return await in_thread(self._create_among, key, value, start, names)
+
+    async def members(self, prefix: str) -> MemberList:
+        """Read who is there, as in `Register`."""
+        start = _name(check_prefix(prefix))
+        with translate_os_errors(f"reading {self.url}"):
+            alive = await in_thread(self._members.alive, start)
+            names = await in_thread(os.listdir, self._records)
+        return MemberList(
+            {_key(name): alive[name][1] for name in sorted(alive)},
+            frozenset(_key(name) for name in names if name.startswith(start)),
+        )
+
     async def get(self, key: str) -> bytes | None:
         """Read a key, as in `Register`."""
         check_key(key)
         with translate_os_errors(f"reading {key} in {self.url}"):
             return await in_thread(self._get, key)
 
-    async def list(self, prefix: str) -> dict[str, bytes]:
+    async def list(self, prefix: str, start: str = "") -> dict[str, bytes]:
         """Read many keys, as in `Register`."""
         check_prefix(prefix)
         with translate_os_errors(f"reading {self.url}"):
-            return await in_thread(self._list, prefix)
+            return await in_thread(self._list, prefix, start)
 
-    async def list_each(self, prefixes: Sequence[str]) -> dict[str, bytes]:
+    async def list_each(self, prefixes: Sequence[str], start: str = "") -> dict[str, bytes]:
         """Read many keys, as in `Register`."""
-        return await list_in_turn(self, prefixes)
+        return await list_in_turn(self, prefixes, start)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, as in `Register`."""
@@ -135,6 +157,13 @@ class FolderRegister:
         durable_files.flush_directory(self._records)
         return Creation(created=True, value=value)
 
+    def _create_among(self, key: str, value: bytes, start: str, names: set[str]) -> Creation | None:
+        with self._members.nobody_comes():
+            if self._members.alive(start).keys() <= names:
+                return self._create(key, value)
+        found = self._get(key)
+        return Creation(created=False, value=found) if found is not None else None
+
     def _read(self, key: str) -> bytes:
         data = self._path(key).read_bytes()
         # Its creator may have died before it did so: nobody may act on what could be lost.
@@ -154,16 +183,16 @@ class FolderRegister:
             durable_files.unlink(path)
         durable_files.flush_directory(self._records)
 
-    def _list(self, prefix: str) -> dict[str, bytes]:
+    def _list(self, prefix: str, first: str) -> dict[str, bytes]:
         start = prefix.replace("/", _SLASH)
         found = {
-            name: (self._records / name).read_bytes()
+            _key(name): (self._records / name).read_bytes()
             for name in os.listdir(self._records)  # noqa: PTH208 - names are what is wanted
-            if name.startswith(start)
+            if name.startswith(start) and _key(name) >= first
         }
         durable_files.flush_directory(self._records)
-        found |= {name: value for name, (_, value) in self._members.alive(start).items()}
-        return {_key(name): found[name] for name in sorted(found)}
+        found |= {_key(name): value for name, (_, value) in self._members.alive(start).items()}
+        return {key: found[key] for key in sorted(found, key=_name) if key >= first}
 
     def _look(self, prefix: str) -> dict[str, int]:
         """Return the keys, each with its file's inode."""

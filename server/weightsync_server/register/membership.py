@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 
-__all__ = ["MemberLease", "Membership"]
+__all__ = ["MemberLease", "Membership", "Renewal"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +20,25 @@ _RENEWALS = 3
 _QUIET_S = 2.0
 
 
+class Renewal(NamedTuple):
+    """What became of a renewal.
+
+    Attributes:
+        seconds: How long the key stays, from when the renewal was asked for.
+        kept: It was there as it was; False: it may have been gone, or another's.
+    """
+
+    seconds: float
+    kept: bool
+
+
 class MemberLease(Protocol):
     """What a register does for one member."""
 
     key: str
 
-    async def renew(self) -> None:
-        """See that the key is there for another `ttl_s`, as it was or anew.
+    async def renew(self) -> Renewal:
+        """See that the key is there for another `ttl_s` or more, as it was or anew.
 
         Raises:
             WeightSyncError: It may not be.
@@ -43,9 +55,12 @@ class MemberLease(Protocol):
 class Membership:
     """Renews a member's key in a task of its own.
 
+    Both times are by `clock.boottime`: they pass also while this process stands still.
+
     Attributes:
-        valid_until: Others see the key at least until then, by `clock.monotonic`; a member that
-            finds it past, as after it was stopped, cannot rely on what it read before.
+        seen_since: From then on others have seen the key at any time.
+        valid_until: They see it at least until then; a member that finds it past, as after it was
+            stopped, cannot rely on what it read before.
     """
 
     def __init__(self, lease: MemberLease, ttl_s: int) -> None:
@@ -57,7 +72,7 @@ class Membership:
         self._lease, self._ttl_s = lease, ttl_s
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
-        self.valid_until = 0.0
+        self.seen_since = self.valid_until = 0.0
 
     async def start(self) -> Self:
         """Put the key there and begin to renew it.
@@ -94,9 +109,21 @@ class Membership:
         """
         async with self._turn:
             # The register counts from when it is asked, or from later.
-            asked = clock.monotonic()
-            await self._lease.renew()
-            self.valid_until = asked + self._ttl_s
+            asked = clock.boottime()
+            seconds, kept = await self._lease.renew()
+            answered = clock.boottime()
+            if not kept or answered >= self.valid_until:
+                self.seen_since = answered
+            self.valid_until = asked + seconds
+
+    def follow(self, before: Membership) -> None:
+        """Take note that another of this process had the key until this one has it."""
+        if before.valid_until > self.seen_since:
+            self.seen_since = min(self.seen_since, before.seen_since)
+
+    def is_seen_since(self, moment: float) -> bool:
+        """Return whether others have seen the key all the time from a moment until now."""
+        return self.seen_since <= moment and clock.boottime() < self.valid_until
 
     async def _keep(self) -> None:
         while True:

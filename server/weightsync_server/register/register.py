@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Collection, Sequence
 
     from weightsync_server.register.membership import Membership
 
 __all__ = [
     "MAX_VALUE_BYTES",
     "Creation",
+    "MemberList",
     "Register",
     "check_key",
     "check_prefix",
@@ -44,6 +45,19 @@ class Creation:
     value: bytes
 
 
+class MemberList(NamedTuple):
+    """Who is there.
+
+    Attributes:
+        alive: Values of those whose processes renew their keys, by key.
+        permanent: Keys among theirs that were created and are no member's: nobody renews them, and
+            they never go by themselves.
+    """
+
+    alive: dict[str, bytes]
+    permanent: frozenset[str]
+
+
 class Register(Protocol):
     """Keeps small values under keys. Safety may rest on `create` and `get`, and on nothing else.
 
@@ -68,6 +82,36 @@ class Register(Protocol):
                 again until it answers. PERMISSION_DENIED, UNAUTHENTICATED: this caller never can.
         """
 
+    async def create_among(
+        self, key: str, value: bytes, prefix: str, known: Collection[str]
+    ) -> Creation | None:
+        """Create a key as `create` does, while no member is there but those.
+
+        In a bucket somebody may still appear in the moment between the two.
+
+        Args:
+            key: The key.
+            value: Its value.
+            prefix: Of the members' keys, as in `list`.
+            known: Their keys.
+
+        Returns:
+            None: another member is there, and this call has created nothing.
+
+        Raises:
+            WeightSyncError: As `create`.
+        """
+
+    async def members(self, prefix: str) -> MemberList:
+        """Return who is there below a prefix, as linearisable as `list`.
+
+        Args:
+            prefix: As in `list`.
+
+        Raises:
+            WeightSyncError: As `get`.
+        """
+
     async def get(self, key: str) -> bytes | None:
         """Return what a key holds, None: it did not exist at some time during this call.
 
@@ -77,23 +121,25 @@ class Register(Protocol):
             WeightSyncError: As `create`; nothing was read.
         """
 
-    async def list(self, prefix: str) -> dict[str, bytes]:
+    async def list(self, prefix: str, start: str = "") -> dict[str, bytes]:
         """Return all keys that begin with a prefix, sorted, with values: as linearisable as `get`.
 
         Args:
             prefix: Ends in `/`, or is empty for all keys.
+            start: Keys before it are not read.
 
         Raises:
             WeightSyncError: As `get`.
         """
 
-    async def list_each(self, prefixes: Sequence[str]) -> dict[str, bytes]:
+    async def list_each(self, prefixes: Sequence[str], start: str = "") -> dict[str, bytes]:
         """Return the keys below several prefixes, as `list` does, with fewer calls where it can.
 
         What is read of one prefix is no older than what is read of those before it.
 
         Args:
             prefixes: Each as in `list`, none below another.
+            start: Keys below the first of them that come before it are not read.
 
         Raises:
             WeightSyncError: As `get`.
@@ -142,11 +188,11 @@ class Register(Protocol):
         """Let go of connections; members end by their time unless they were closed before."""
 
 
-async def list_in_turn(register: Register, prefixes: Sequence[str]) -> dict[str, bytes]:
+async def list_in_turn(register: Register, prefixes: Sequence[str], start: str) -> dict[str, bytes]:
     """Return what `Register.list_each` does, by one list for each prefix."""
     found: dict[str, bytes] = {}
-    for prefix in prefixes:
-        found |= await register.list(prefix)
+    for at, prefix in enumerate(prefixes):
+        found |= await register.list(prefix, "" if at else start)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsync_server.rpc.debug_servicer import add_debug_service
-from weightsync_server.rpc.health import PUSH, SERVING, Announcer, HealthServicer
+from weightsync_server.rpc.health import PUSH, SERVING, Announcer, HealthServicer, PushHealth
 from weightsync_server.rpc.registration import add_service
 from weightsync_server.rpc.servicer import WeightSyncServicer
 
@@ -12,6 +12,7 @@ __all__ = [
     "SERVING",
     "Announcer",
     "HealthServicer",
+    "PushHealth",
     "WeightSyncServicer",
     "add_debug_service",
     "add_service",

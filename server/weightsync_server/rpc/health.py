@@ -9,9 +9,10 @@ from grpc_health.v1 import health, health_pb2
 
 from weightsync.errors import Reason, WeightSyncError
 
-__all__ = ["PUSH", "SERVING", "Announcer", "HealthServicer"]
+__all__ = ["PUSH", "SERVING", "Announcer", "HealthServicer", "PushHealth"]
 
-#: `push` while pushes are accepted, `serving` while the engine serves one version.
+#: `push` while pushes are accepted and the store has room, `serving` while the engine serves one
+#: version.
 PUSH, SERVING = "push", "serving"
 
 
@@ -36,20 +37,44 @@ class HealthServicer(health.aio.HealthServicer):
 
 
 class Announcer:
-    """Tells the health service, and only when the answer changes."""
+    """Tells the health service of one name, and only when the answer changes."""
 
-    def __init__(self, service: HealthServicer) -> None:
+    def __init__(self, service: HealthServicer, name: str) -> None:
         self._service = service
+        self._name = name
         self._announced: bool | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serving(self, serving: bool) -> None:  # noqa: FBT001 - a callback with one value
-        """Tell whether the engine serves one version."""
+    def tell(self, serving: bool) -> None:  # noqa: FBT001 - a callback with one value
+        """Tell whether it is serving."""
         if serving == self._announced:
             return
         self._announced = serving
         status = health_pb2.HealthCheckResponse
         value = status.SERVING if serving else status.NOT_SERVING
-        task = asyncio.ensure_future(self._service.set(SERVING, value))
+        task = asyncio.ensure_future(self._service.set(self._name, value))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class PushHealth:
+    """Tells that `push` is serving while pushes are let in and the store has room for them.
+
+    Args:
+        service: Is told.
+    """
+
+    def __init__(self, service: HealthServicer) -> None:
+        self._announcer = Announcer(service, PUSH)
+        self._open = False
+        self._full = False
+
+    def let_in(self) -> None:
+        """Pushes are let in from now on."""
+        self._open = True
+        self._announcer.tell(not self._full)
+
+    def fill(self, full: bool) -> None:  # noqa: FBT001 - a callback with one value
+        """Take note of whether the store takes nothing more."""
+        self._full = full
+        self._announcer.tell(self._open and not full)

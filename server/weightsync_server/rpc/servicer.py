@@ -63,7 +63,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         """Make the caller the writer."""
         self._check_model(request.model)
         self._refuse_on_follower()
-        return pb.AcquireEpochResponse(epoch=await self._model.epochs.acquire(request.holder))
+        epoch = await self._model.epochs.acquire(request.holder, request.client_run)
+        return pb.AcquireEpochResponse(epoch=epoch)
 
     async def BeginPush(self, request: pb.BeginPushRequest, context: Any) -> Any:
         """Open an upload."""
@@ -135,6 +136,15 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
             if first + size < len(manifest.digests):
                 answer.next_page_token = str(first + size)
         return answer
+
+    async def GetEngineLayout(self, request: pb.GetEngineLayoutRequest, context: Any) -> Any:
+        """Tell what the engines hold; the page token names what that was, and a position."""
+        self._check_model(request.model)
+        page = await self._model.engine_layouts.page(request.known_signature, request.page_token)
+        tensors = [pb.EngineTensor(name=t.name, dtype=t.dtype, shape=t.shape) for t in page.tensors]
+        return pb.GetEngineLayoutResponse(
+            signature=page.signature, tensors=tensors, next_page_token=page.next_token
+        )
 
     async def WatchVersions(
         self, request: pb.WatchVersionsRequest, context: Any

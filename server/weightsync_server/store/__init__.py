@@ -76,6 +76,6 @@ def _object_store(url: str, server: str) -> ObjectStore:
             raise
         raise WeightSyncError(
             Reason.NOT_SUPPORTED,
-            "a store in a bucket needs obstore and blake3; pip install 'weightsync[objects]'",
+            "run `pip install 'weightsync[objects]'`: a store in a bucket needs obstore and blake3",
         ) from None
     return ObjectStore(url, server)

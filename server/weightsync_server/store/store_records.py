@@ -42,6 +42,8 @@ class CommitRecord:
         delta_bytes: Sum of the sizes of the delta shards that are kept of it.
         changed_elements: Where it was pushed as a delta: elements that the delta told.
         changed_fraction: Their share of all elements.
+        client_run: The run of the client that pushed it; empty: not known.
+        epoch_taken: That run took the epoch.
     """
 
     model: str
@@ -64,6 +66,8 @@ class CommitRecord:
     delta_bytes: int = 0
     changed_elements: int = 0
     changed_fraction: float = 0.0
+    client_run: str = ""
+    epoch_taken: bool = False
 
     @property
     def stored_bytes(self) -> int:

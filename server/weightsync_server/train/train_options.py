@@ -23,6 +23,8 @@ class TrainOptions:
         address: Where it attaches: a socket of its own.
         states: Folder of the states of its optimizer.
         checkpoints: Folder below which it writes checkpoints; None: it writes none.
+        checkpoint_folders: How many of these stay; 0: all.
+        identity: Of the server, whose folders they are.
         queue: Jobs that may wait.
         start_timeout_s: Longest start, seconds.
         silence_s: Longest time without a sign of life, seconds.
@@ -37,6 +39,8 @@ class TrainOptions:
     address: str
     states: Path
     checkpoints: Path | None
+    checkpoint_folders: int
+    identity: str
     queue: int
     start_timeout_s: float
     silence_s: float

@@ -18,7 +18,7 @@ _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 class TrainSettings(BaseModel):
-    """Settings of a trainer; a server without `trainer` supervises none."""
+    """Settings of trainers in place; a server without `trainer` supervises none."""
 
     trainer: str = Field(
         "",
@@ -51,8 +51,20 @@ class TrainSettings(BaseModel):
         description="Seconds that a job gets to end when it is cancelled; then its process is "
         "ended, and started anew.",
     )
+    in_place_pause_s: float = Field(
+        60,
+        gt=0,
+        description="Longest time that an engine stands still while a trainer writes its memory, "
+        "however often that renews its lease, seconds; then the version before is put back.",
+    )
     checkpoint_dir: Path | None = Field(
         None, description="Folder below which Checkpoint writes folders; None: it writes none."
+    )
+    checkpoint_folders: int = Field(
+        16,
+        ge=0,
+        description="Folders of Checkpoint that stay there: beyond that the oldest is removed, "
+        "unless somebody has changed it. 0: all.",
     )
 
     @field_validator("trainer")

@@ -12,6 +12,7 @@ from weightsync import __version__
 from weightsync.errors import Reason
 from weightsync.v1 import train_pb2 as pb
 from weightsync.wire.notes import noted
+from weightsync_server.ops.tasks import to_end
 from weightsync_server.train.job_queue import JobQueue
 from weightsync_server.train.optimizer_state import LOAD, OptimizerState
 from weightsync_server.train.train_environment import trainer_environment
@@ -153,9 +154,19 @@ class TrainerPool(ProcessPool):
             if self._failed is not None:
                 raise unstartable(self._failed, _MOST_BACKOFF_S)
             raise away(self._ended or "it is being started")
-        request = {"op": "checkpoint", "version": version, "target": str(target)}
+        options = self._options
+        request = {
+            "op": "checkpoint",
+            "version": version,
+            "target": str(target),
+            "owner": options.identity,
+            "keep": options.checkpoint_folders,
+        }
+        left = asyncio.Event()
+        writing = asyncio.ensure_future(process.call(request, (), _FOLDER_S, left))
         try:
-            answer, _ = await process.call(request, (), _FOLDER_S)
+            # A caller that leaves ends it; who comes next finds the trainer with nothing to do.
+            answer, _ = await to_end(writing, left.set)
         except Gone:
             raise away("its process ended while it wrote the folder") from None
         if "error" in answer:

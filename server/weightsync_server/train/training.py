@@ -27,6 +27,8 @@ __all__ = ["Training"]
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 #: Longest wait until a version that is live is durable, seconds.
 _DURABLE_S = 600.0
+#: When one more checkpoint may be asked for, seconds.
+_RETRY_AFTER_S = 5.0
 
 
 class Training:
@@ -54,6 +56,8 @@ class Training:
         self._pool = TrainerPool(options, self._engine, self._folders, self._metrics)
         self._metrics.track(up=lambda: self._pool.alive, queued=lambda: len(self._pool.queue))
         self._stopping: WeightSyncError | None = None
+        #: Checkpoints that are written or wait.
+        self._checkpoints = 0
 
     async def start(self) -> None:
         """Begin to start the trainer.
@@ -129,8 +133,11 @@ class Training:
             folder: Name of that; "": none is wanted.
 
         Raises:
-            WeightSyncError: REQUEST_INVALID, NOT_SUPPORTED, ENGINE_AWAY, TRAINER_AWAY.
+            WeightSyncError: REQUEST_INVALID, NOT_SUPPORTED, ENGINE_AWAY, TRAINER_AWAY,
+                LIMIT_EXCEEDED, SHUTTING_DOWN.
         """
+        if self._stopping is not None:
+            raise self._stopping
         target = self._target(folder) if folder else None
         if not self._model.store.durable and target is None:
             raise WeightSyncError(
@@ -138,6 +145,20 @@ class Training:
                 "this server keeps versions in memory alone; name a folder, or start it with a "
                 "--store that lasts",
             )
+        if self._checkpoints > self._options.queue:
+            raise WeightSyncError(
+                Reason.LIMIT_EXCEEDED,
+                f"ask for this checkpoint later, or raise trainer_queue: {self._checkpoints} are "
+                "written or wait, the most there may be",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._checkpoints += 1
+        try:
+            return await self._checkpoint(target)
+        finally:
+            self._checkpoints -= 1
+
+    async def _checkpoint(self, target: Path | None) -> pb.CheckpointResponse:
         # Behind the job that runs, and before the next one.
         async with self._pool.turn:
             version = self._engine.live.version

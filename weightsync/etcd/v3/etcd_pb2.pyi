@@ -341,6 +341,8 @@ class Compare(_message.Message):
         """What the store has equals what is given."""
         COMPARE_RESULT_GREATER: Compare._CompareResult.ValueType  # 1
         """What the store has is greater."""
+        COMPARE_RESULT_LESS: Compare._CompareResult.ValueType  # 2
+        """What the store has is less."""
 
     class CompareResult(_CompareResult, metaclass=_CompareResultEnumTypeWrapper):
         """How to compare."""
@@ -349,6 +351,8 @@ class Compare(_message.Message):
     """What the store has equals what is given."""
     COMPARE_RESULT_GREATER: Compare.CompareResult.ValueType  # 1
     """What the store has is greater."""
+    COMPARE_RESULT_LESS: Compare.CompareResult.ValueType  # 2
+    """What the store has is less."""
 
     class _CompareTarget:
         ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -378,6 +382,7 @@ class Compare(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     CREATE_REVISION_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    RANGE_END_FIELD_NUMBER: _builtins.int
     result: Global___Compare.CompareResult.ValueType
     """How."""
     target: Global___Compare.CompareTarget.ValueType
@@ -388,6 +393,8 @@ class Compare(_message.Message):
     """A revision."""
     lease: _builtins.int
     """A lease."""
+    range_end: _builtins.bytes
+    """The first key behind the range, each key of which is compared; empty: the key alone."""
     def __init__(
         self,
         *,
@@ -396,10 +403,11 @@ class Compare(_message.Message):
         key: _builtins.bytes = ...,
         create_revision: _builtins.int = ...,
         lease: _builtins.int = ...,
+        range_end: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "lease", b"lease", "target_union", b"target_union"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "key", b"key", "lease", b"lease", "result", b"result", "target", b"target", "target_union", b"target_union"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "key", b"key", "lease", b"lease", "range_end", b"range_end", "result", b"result", "target", b"target", "target_union", b"target_union"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_target_union: _TypeAlias = _typing.Literal["create_revision", "lease"]  # noqa: Y015
     _WhichOneofArgType_target_union: _TypeAlias = _typing.Literal["target_union", b"target_union"]  # noqa: Y015

@@ -41,7 +41,8 @@ _DENIED = "(code: AccessDenied)"
 #: One request and all its repetitions, the last of which may begin at the end of that time: shorter
 #: than a fetcher's task may take.
 _RETRIES: Any = {
-    "max_retries": 12,
+    # Their pauses are drawn between the first and twice the last: only the time ends them.
+    "max_retries": 1000,
     "retry_timeout": timedelta(seconds=30),
     "backoff": {
         "init_backoff": timedelta(milliseconds=100),

@@ -19,7 +19,14 @@ __all__ = ["StoredForm", "StoredVersion"]
 
 #: Who wrote a version, when, and what they knew besides: these may differ between two writers of
 #: the same content.
-_FACTS = ("commit_time_ns", "push_id", "idempotency_key", "trainer_verified")
+_FACTS = (
+    "commit_time_ns",
+    "push_id",
+    "idempotency_key",
+    "trainer_verified",
+    "client_run",
+    "epoch_taken",
+)
 
 
 @dataclass(frozen=True)

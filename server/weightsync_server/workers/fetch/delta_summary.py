@@ -1,4 +1,4 @@
-"""What fetchers tell of delta shards, in few bytes: there may be 200,000 tensors."""
+"""What fetchers tell of delta shards, in few bytes: there may be 2,000,000 tensors."""
 
 from __future__ import annotations
 

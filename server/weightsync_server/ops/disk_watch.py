@@ -1,0 +1,156 @@
+"""How much room there is where the server and vLLM write, asked of the disks again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+__all__ = ["DataFolder", "DiskReading", "DiskWatch", "read_disk"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two questions to a disk, and questions that it may leave unanswered.
+_EVERY_S, _MOST_UNANSWERED = 2.0, 10
+#: A disk with less is full for whoever keeps a record there.
+_LEAST_BYTES = 1 << 20
+
+
+class DataFolder(NamedTuple):
+    """A folder that somebody writes to.
+
+    Attributes:
+        name: What is in it: the label of its metrics.
+        path: Where it is.
+        floor_bytes: Free space that is left there: with no more than that it counts as full.
+    """
+
+    name: str
+    path: Path
+    floor_bytes: int = _LEAST_BYTES
+
+
+@dataclass(frozen=True)
+class DiskReading:
+    """What the disk of a folder has said last.
+
+    Attributes:
+        name: Of the folder.
+        path: Of the folder.
+        free_bytes: What this user can still write, the floor included.
+        used_bytes: What everybody has written.
+        error: Why nothing more can be written there, with the remedy; empty: it can.
+    """
+
+    name: str
+    path: str
+    free_bytes: int = 0
+    used_bytes: int = 0
+    error: str = ""
+
+
+def read_disk(folder: DataFolder) -> DiskReading:
+    """Ask the disk of a folder; blocks for as long as that does not answer."""
+    path = str(folder.path)
+    try:
+        found = os.statvfs(path)
+    except OSError as refused:
+        why = f"mend the disk of {path}, which cannot be asked: {refused.strerror}"
+        return DiskReading(folder.name, path, error=why)
+    free = found.f_bavail * found.f_frsize
+    used = (found.f_blocks - found.f_bfree) * found.f_frsize
+    error = ""
+    if found.f_flag & os.ST_RDONLY:
+        error = f"mount {path} so that it can be written: it is read-only"
+    elif free <= folder.floor_bytes:
+        error = (
+            f"free space on the disk of {path}: {free} bytes are left, "
+            f"and {folder.floor_bytes} of them are kept free"
+        )
+    elif found.f_files and not found.f_favail:
+        error = f"remove files from the disk of {path}: it has room for no file more (no inodes)"
+    return DiskReading(folder.name, path, free, used, error)
+
+
+class DiskWatch:
+    """Knows the last answer of each disk. One that hangs holds up nobody, and counts as full.
+
+    Args:
+        folders: What is looked at.
+        on_change: Told on the event loop when a folder takes nothing more, or takes it again:
+            its name and why it does not.
+    """
+
+    def __init__(
+        self, folders: Sequence[DataFolder], on_change: Callable[[str, str], object]
+    ) -> None:
+        self.folders = folders
+        self._on_change = on_change
+        self._stopped = threading.Event()
+        self._last: dict[str, DiskReading] = {}
+        # Counted, not timed: a server that stood still has heard nothing of a disk that is well.
+        self._unanswered: dict[str, int] = {}
+        self._errors: dict[str, str] = {}
+        self._next: asyncio.TimerHandle
+
+    def readings(self) -> list[DiskReading]:
+        """Return what is known of each folder, in their order."""
+        return [self.reading(folder.name) for folder in self.folders]
+
+    def reading(self, name: str) -> DiskReading:
+        """Return what is known of a folder; of one whose disk hangs that it does."""
+        last = self._last[name]
+        unanswered = self._unanswered[name]
+        if unanswered < _MOST_UNANSWERED:
+            return last
+        seconds = unanswered * _EVERY_S
+        why = f"mend the disk of {last.path}, which has not answered for {seconds:.0f} s"
+        return DiskReading(last.name, last.path, last.free_bytes, last.used_bytes, why)
+
+    def start(self) -> None:
+        """Ask each disk once, and from now on a thread for each goes on asking."""
+        loop = asyncio.get_running_loop()
+        for folder in self.folders:
+            self._take(read_disk(folder))
+            # Not one of a pool, which would wait at the server's end for a disk that hangs.
+            threading.Thread(
+                target=self._ask, args=(folder, loop), name=f"disk {folder.name}", daemon=True
+            ).start()
+        self._tell()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._stopped.set()
+        self._next.cancel()
+
+    def _ask(self, folder: DataFolder, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._stopped.wait(_EVERY_S):
+            reading = read_disk(folder)
+            # The loop is closed where the server has ended meanwhile.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._take, reading)
+
+    def _take(self, reading: DiskReading) -> None:
+        self._last[reading.name] = reading
+        self._unanswered[reading.name] = 0
+
+    def _tell(self) -> None:
+        self._next = asyncio.get_running_loop().call_later(_EVERY_S, self._tell)
+        for reading in self.readings():
+            self._unanswered[reading.name] += 1
+            if bool(reading.error) == bool(self._errors.get(reading.name)):
+                continue
+            self._errors[reading.name] = reading.error
+            if reading.error:
+                logger.warning("nothing more is written to %s: %s", reading.name, reading.error)
+            else:
+                logger.info("%s can be written again: %s", reading.name, reading.path)
+            self._on_change(reading.name, reading.error)
