@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,9 @@ ROOT = Path(__file__).parents[1]
 _RECORDS = ROOT / "build" / "stages"
 #: What pytest answers when it selects nothing.
 _NO_TESTS = 5
+_NOTHING = "no test was run"
+#: Options of pytest whose value is the next word.
+_WITH_VALUE = frozenset({"-k", "-m", "-o", "-p", "-c", "-n", "-W"})
 #: What some tests need beside Python, and the Debian package that has it.
 _PROGRAMS = {
     "cc": "gcc",
@@ -128,11 +132,19 @@ def _run_part(stage: str, part: Part, chosen: list[str], options: list[str], see
         cwd=ROOT,
         check=False,
     )
+    found: dict[str, Any] = {}
     if record.exists():
-        seen.tests |= json.loads(record.read_text())["tests"]
+        found = json.loads(record.read_text())["tests"]
         record.unlink()
-    if done.returncode not in (0, 1, _NO_TESTS):
-        seen.broken.append(f"pytest ended with {done.returncode} in {' '.join(part.paths)}")
+    seen.tests |= found
+    # What pytest says must be what it wrote down: else something has failed that nobody would see.
+    failed = any(test["outcome"] == "failed" for test in found.values())
+    agreed = {0: bool(found) and not failed, 1: failed, _NO_TESTS: not found}
+    if not agreed.get(done.returncode, False):
+        where = " ".join(paths or part.paths)
+        seen.broken.append(
+            f"pytest ended with {done.returncode} in {where}, and wrote down {len(found)} tests"
+        )
 
 
 def _lint() -> bool:
@@ -156,10 +168,23 @@ def _summarise(stage: str, seen: _Seen, taken_s: float) -> None:
         print(text)
 
 
+def _told_apart(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the paths among what is given to pytest, and the rest."""
+    chosen: list[str] = []
+    options: list[str] = []
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        path = Path(word.partition("::")[0])
+        # What a word after -k or -m selects may be the name of a folder, too.
+        is_path = before not in _WITH_VALUE and path.parts[:1] == ("tests",)
+        (chosen if is_path and (ROOT / path).exists() else options).append(word)
+    return chosen, options
+
+
 def main(stage: str, arguments: list[str]) -> int:
     """Return 1 where anything failed."""
-    chosen = [word for word in arguments if (ROOT / word.partition("::")[0]).exists()]
-    options = [word for word in arguments if word not in chosen]
+    # What runs pytest for this process ends with it, whoever ends it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    chosen, options = _told_apart(arguments)
     missing = [f"{name} ({deb})" for name, deb in _PROGRAMS.items() if shutil.which(name) is None]
     if missing:
         print(f"Not installed (Debian package): {', '.join(missing)}. Tests of them are skipped.")
@@ -169,8 +194,9 @@ def main(stage: str, arguments: list[str]) -> int:
         seen.broken.append("lint failed: its findings stand above the tests")
     for part in STAGES[stage]:
         _run_part(stage, part, chosen, options, seen)
-    if not seen.tests and not arguments:
-        seen.broken.append("no test was run")
+    if not seen.tests:
+        chose = f" of {' '.join(arguments)}" if arguments else ""
+        seen.broken.append(f"no test{chose} was run: is it in this stage?" if chose else _NOTHING)
     taken_s = time.monotonic() - begin
     record = {"run_s": round(taken_s, 1), "tests": dict(sorted(seen.tests.items()))}
     (_RECORDS / f"{stage}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -59,7 +59,7 @@ def test_each_alert_fires_in_one_case_and_is_silent_in_another(alert: str) -> No
 def test_each_alert_tells_what_to_do(alert: str) -> None:
     rule = RULES[alert]
     assert rule["labels"]["severity"] in {"critical", "warning"}
-    assert set(rule["annotations"]) == {"summary", "description"}
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
 
 
 def test_dashboard_queries_are_valid(promtool: str, tmp_path: Path) -> None:

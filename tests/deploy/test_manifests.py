@@ -95,6 +95,13 @@ def test_the_two_share_sockets_and_a_group_and_nothing_else(
     assert pod["spec"]["automountServiceAccountToken"] is False
 
 
+def test_a_full_store_takes_no_traffic_from_vllm(containers: dict[str, dict[str, Any]]) -> None:
+    # A pod is ready when all its containers are.
+    probes = {name: one["readinessProbe"]["exec"]["command"] for name, one in containers.items()}
+    status = ["weightsync", "status", "--exit-code"]
+    assert probes == {"weightsync-server": status, "vllm": [*status, "--service", "serving"]}
+
+
 def test_a_server_that_ends_by_itself_is_started_again(pod: dict[str, Any]) -> None:
     # The default of a Deployment, and the only value that it may have.
     assert pod["spec"].get("restartPolicy", "Always") == "Always"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.compose_file import ROOT
@@ -23,9 +24,10 @@ def _section(title: str) -> str:
 
 
 def _titles(page: str) -> set[str]:
-    """Return the titles of a page as links name them."""
+    """Return the titles of a page, and its other places, as links name them."""
     titles = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
-    return {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+    named = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+    return named | set(re.findall(r'<a id="([^"]+)"></a>', page))
 
 
 def test_every_metric_is_explained(lone_server: LoneServer) -> None:
@@ -35,8 +37,16 @@ def test_every_metric_is_explained(lone_server: LoneServer) -> None:
 
 
 def test_every_alert_is_explained_with_its_severity() -> None:
-    rows = re.findall(r"^\| (WeightSync\w+) \| (\w+) \|", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| (?:<a [^|]*</a>)(WeightSync\w+) \| (\w+) \|", PAGE, re.MULTILINE)
     assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in alert_rules()]
+
+
+@pytest.mark.parametrize("rule", alert_rules(), ids=lambda rule: rule["alert"])
+def test_every_alert_leads_to_its_row(rule: dict[str, Any]) -> None:
+    where, _, path = rule["annotations"]["runbook_url"].partition("}}")
+    assert where == "{{ $externalLabels.weightsync_docs "
+    page, _, place = path.partition("#")
+    assert f'| <a id="{place}"></a>{rule["alert"]} |' in (ROOT / page).read_text()
 
 
 def test_every_exit_code_is_explained() -> None:

@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -206,6 +208,57 @@ def test_a_checkpoint_is_a_folder(site: _Site, url: str) -> None:
     assert (folder / "model.safetensors").exists()
     again = site.post(_CHECKPOINT, {"folder": name}, url=url)
     assert (again.status_code, again.json()["reason"]) == (400, "REQUEST_INVALID")
+
+
+def test_checkpoints_of_callers_who_left_are_written_by_nobody(site: _Site, url: str) -> None:
+    root = site.secured.folder / "checkpoints"
+    ours = "left-server" if url == site.http else "left-vllm"
+    with contextlib.closing(site.client.train({"wait_s": 60})) as running:
+        job_id = next(running).job_id
+        _until(lambda: site.client.train_status().running_job_id == job_id)
+        for number in range(60):
+            _leave(site, url, {"folder": f"{ours}-{number}"})
+        # Of those who stay as many wait as jobs may, and one more.
+        staying = [_stay(site, url, {"folder": f"{ours}-stay{number}"}) for number in range(2)]
+        with contextlib.closing(staying[0]), contextlib.closing(staying[1]):
+            refused = site.post(_CHECKPOINT, {"folder": "late"}, url=url)
+            assert (refused.status_code, refused.json()["reason"]) == (503, "LIMIT_EXCEEDED")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert httpx.get(url + _STATUS, headers=site.headers("train")).status_code == 200
+            assert site.post(_CANCEL, {"job_id": job_id}, url=url).status_code == 200
+            for connection in staying:
+                assert connection.makefile("rb").readline().split()[1] == b"200"
+    made = {path.name for path in root.iterdir() if path.name.startswith(ours)}
+    assert made == {f"{ours}-stay0", f"{ours}-stay1"}
+    assert not [path.name for path in root.iterdir() if path.name.startswith(".")]
+
+
+def _ask(site: _Site, url: str, body: dict[str, Any]) -> socket.socket:
+    """Post for a checkpoint; return the connection, whose answer is to come."""
+    content = json.dumps(body)
+    head = [f"POST {_CHECKPOINT} HTTP/1.1", "Host: h", f"Content-Length: {len(content)}"]
+    head += [f"{name}: {value}" for name, value in site.headers("train").items()]
+    connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 60)
+    connection.sendall("\r\n".join([*head, "", content]).encode())
+    return connection
+
+
+def _leave(site: _Site, url: str, body: dict[str, Any]) -> None:
+    """Post for a checkpoint and leave when the server has the request."""
+    with contextlib.closing(_ask(site, url, body)) as connection:
+        _waits(connection, 0.05)
+
+
+def _stay(site: _Site, url: str, body: dict[str, Any]) -> socket.socket:
+    """Post for a checkpoint until it waits, and is not refused because of others; they leave."""
+    while not _waits(connection := _ask(site, url, body), 1.0):
+        connection.close()
+    return connection
+
+
+def _waits(connection: socket.socket, seconds: float) -> bool:
+    """Return whether no answer comes for so long."""
+    return not select.select([connection], [], [], seconds)[0]
 
 
 @pytest.mark.parametrize(

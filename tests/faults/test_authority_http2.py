@@ -174,6 +174,6 @@ def test_garbage_leaves_the_server_alive(secured: Secured) -> None:
     for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096, b"\xff" * 100, b"PRI * HTTP/2.0\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", secured.port), timeout=5) as link:
             link.sendall(junk)
-            time.sleep(0.05)
+            time.sleep(0.05)  # so that the server has read it before the link ends
     channel = secured.channel()
     assert code_of(channel, STATUS, secured.bearer("read")) is grpc.StatusCode.OK

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,6 +24,7 @@ from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.rpc_status import from_call
+from weightsync_client import Client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -294,3 +298,38 @@ def test_a_second_server_on_one_port_exits_at_once(folder: Path) -> None:
             second.start()
         assert second.process is not None
         assert second.process.wait(5) == 1
+
+
+def _run(server: WeightSyncServer, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weightsync_client.cli", *args, "--address", server.address]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_two_runs_are_told_of_each_other_and_an_epoch_keeps_the_second_out(
+    server: WeightSyncServer, tmp_path: Path
+) -> None:
+    for seed in range(3):
+        (tmp_path / f"{seed}.safetensors").write_bytes(_shard(100 + seed)[0][1])
+    with Client(server.address) as first:
+        before = first.push(tmp_path / "0.safetensors").version
+        other = _run(server, "push", f"{tmp_path}/1.safetensors", "--json")
+        assert other.returncode == 0, other.stderr
+        assert json.loads(other.stdout)["other_version"] == before
+        mine = first.push(tmp_path / "2.safetensors")
+        assert (mine.runs_alternate, mine.other_version) == (True, before + 1)
+        assert "push in turn" in server.log
+        ours, theirs = first.status().models[0].client_runs[:2]
+        assert ours.newest_version == before + 2
+        assert mine.other_run == theirs.client_run
+        first.acquire_epoch()
+        newest = first.push(tmp_path / "0.safetensors").version
+    for _ in ("before", "after a restart"):
+        refused = _run(server, "push", f"{tmp_path}/1.safetensors")
+        assert refused.returncode != 0
+        assert f"run {ours.client_run} took epoch" in refused.stderr
+        assert newest == max(_versions(server))
+        server.stop()
+        server.start()
+    taken = _run(server, "epoch").stdout.strip()
+    done = _run(server, "push", f"{tmp_path}/1.safetensors", "--epoch", taken)
+    assert done.returncode == 0, done.stderr

@@ -137,6 +137,27 @@ def test_a_push_that_does_not_fit_the_disk_is_refused_before_its_first_byte() ->
 
 
 @mounts
+def test_a_full_disk_is_told_before_anybody_pushes() -> None:
+    flags = ("--disk-floor-bytes", str(MIB))
+    with serving(*flags, store="", disk="size=16m") as server, Client(server.address) as client:
+        assert server.process is not None
+        disk = Disk(Path(f"/proc/{server.process.pid}/root"), server.state_dir)
+        assert client.health("push")
+        disk.fill(leave=MIB)
+        within(10, lambda: not client.health("push"))
+        folders = {one.folder: one for one in client.status().disks}
+        assert folders["store"].error.startswith("free space on the disk of ")
+        assert folders["store"].free_bytes == MIB
+        assert folders["store"].used_bytes == 15 * MIB
+        assert exhausted(lambda: push(server.stub, 1000)).reason is Reason.DISK_EXHAUSTED
+        disk.empty()
+        within(10, lambda: client.health("push"))
+        assert not {one.folder for one in client.status().disks if one.error} - {"shm"}
+        push(server.stub, 1000)
+        assert "nothing more is written to store: free space on the disk of" in server.log
+
+
+@mounts
 def test_a_disk_that_others_fill_during_chunks_manifest_and_records() -> None:
     shard = one_shard(4 * MIB, 1)
     with small_disk("size=32m") as (stub, disk):

@@ -254,7 +254,7 @@ def _fail_once(bench: Bench, point: str, action: str, work: Future[Any]) -> None
     """Return when a fetcher has failed as planned, and nothing fails any more."""
     pid = bench.met_once(point)
     if action == PAUSES:
-        time.sleep(0.5)
+        time.sleep(0.5)  # it is ended when it was silent for long, not before
         assert state(pid) == "T"
         assert not work.done()
         bench.let_go_on()

@@ -203,7 +203,7 @@ def test_memory_of_an_aborted_push_is_not_used_before_its_writer_has_let_go(
             version = direct.push(expected, streams=1, delta="never").version
             if action == "stop":
                 assert not Path(f"/proc/{pid}").exists()
-            time.sleep(2.5)
+            time.sleep(2.5)  # until the process that slept would have written on
             (pulled,) = direct.tensors(version)
             assert np.array_equal(pulled.numpy(), expected["weight"])
         assert sending.exception() is not None

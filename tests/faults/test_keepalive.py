@@ -21,7 +21,7 @@ async def test_a_server_takes_the_pings_of_a_quiet_stream() -> None:
 
     async def stream(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
         yield b"begin"
-        await asyncio.sleep(PINGS + 0.5)
+        await asyncio.sleep(PINGS + 0.5)  # longer than so many pings take
         yield b"end"
 
     handler: Any = grpc.unary_stream_rpc_method_handler(stream)

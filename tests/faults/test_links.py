@@ -135,7 +135,8 @@ def test_a_begin_whose_answer_is_lost_is_one_push(
     expected = tensors(101)
     proxy.faults.lose_replies = True
     with ThreadPoolExecutor(1) as pool:
-        pushing = pool.submit(client.push, expected)
+        # It asks for nothing before it begins.
+        pushing = pool.submit(client.push, expected, dtype="keep")
         within(20, lambda: len(direct.status().models[0].pushes) == 1)
         (opened,) = direct.status().models[0].pushes
         proxy.faults = Faults()

@@ -128,7 +128,7 @@ def test_a_silent_stream_is_ended_one_with_heartbeats_is_not() -> None:
     def gathers() -> Iterator[Message]:
         yield Message(begin=begin())
         for _ in range(12):
-            time.sleep(0.3)
+            time.sleep(0.3)  # in all longer than a stream may be silent
             yield Message(heartbeat=pb.Heartbeat())
         yield from shard.all()
         yield Message(commit=pb.CommitPushRequest())

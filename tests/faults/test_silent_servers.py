@@ -69,7 +69,7 @@ def test_calls_of_a_frozen_server_end_in_one_sentence() -> None:
         for client in clients:
             client.status()
         watches = [pool.submit(watching, client) for client in clients[::2]]
-        time.sleep(1)
+        time.sleep(1)  # so that the watches have begun, which nothing tells of before an event
         assert server.process is not None
         server.process.send_signal(signal.SIGSTOP)
         try:
@@ -96,6 +96,7 @@ def test_a_quiet_stream_over_a_healthy_link_goes_on() -> None:
             for watch in watches:
                 while next(watch).version.version != first:
                     pass
+            # As long as so many pings of a client take.
             time.sleep(PINGS * dict(CLIENT_KEEPALIVE)["grpc.keepalive_time_ms"] / 1000)
             second = trainer.push(TENSORS).version
         for watch in watches:

@@ -79,7 +79,7 @@ def test_sixteen_slow_readers_cost_at_most_200_mb(window: int) -> None:
                     if window < 1 << 30:
                         call.allow(20_000)
                 peak = max(peak, memory(server))
-                time.sleep(0.1)
+                time.sleep(0.1)  # which makes the rate above
             assert all(not call.ended for call in calls)
             assert model_status(stub).live_version == 0
         assert peak - base < 200e6, f"{(peak - base) / 1e6:.0f} MB"
@@ -142,7 +142,7 @@ def test_fetchers_that_stand_still_hold_a_fast_trainer_back_at_no_cost() -> None
             within(SOON_S, partial(receives, server, 32 << 20))
             for _ in range(20):
                 peak = max(peak, memory(server))
-                time.sleep(0.05)
+                time.sleep(0.05)  # a second in all, in which nothing more may be taken in
             assert not call.done()
             # No more is taken than a crash may cost.
             assert not receives(server, (64 << 20) + 1)

@@ -309,6 +309,24 @@ async def test_a_member_dies_or_freezes_in_a_barrier(site: Site, point: str, how
     assert await applying is MEMBER[point]
 
 
+async def test_a_member_that_freezes_beyond_its_lease_starts_nothing_that_was_left(
+    site: Site,
+) -> None:
+    site.arm("b", "fleet.commit=1*stop")
+    assert await site.apply(Kind.BARRIER, settle_s=0.2) is Verdict.COMMIT
+    await until_stopped(site.processes["b"])
+    left, lines = site.number, len(site.hosts["b"].log)
+    while f"{MEMBERS}b" in await site.register.list(MEMBERS):  # noqa: ASYNC110 - a register
+        await asyncio.sleep(0.05)
+    site.number += 1
+    # The others go on without it.
+    assert await site.apply(Kind.BARRIER, settle_s=0.2) is Verdict.COMMIT
+    site.processes["b"].send_signal(signal.SIGCONT)
+    await site.until_serving(site.number)
+    served = [number for _, number in site.hosts["b"].log[lines:]]
+    assert left not in served, served
+
+
 @pytest.mark.parametrize(
     ("one_site", "point"),
     cells(("fleet.prepare",), ("fleet.commit",), ("fleet.committed",), battery=False),

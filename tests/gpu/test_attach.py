@@ -23,6 +23,7 @@ from tests.support.attached_trainer import keep_busy
 from weightsync.errors import Reason
 from weightsync.gpu.ipc import DeviceError, device_with
 from weightsync_client import Client, ClientError, LiveCheck, RefusedError, Way
+from weightsync_client.attach.written_boxes import TrainerBox, copy_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -389,8 +390,8 @@ def test_what_is_written_outside_a_transaction_is_found_and_undone(site: Attache
         live = _live(client)
         attached = client.attach()
         _until(lambda: _passed(client, live))
-        for name, tensor in content_of(site.second).items():
-            attached.write(name, tensor)
+        boxes = (TrainerBox(n, (0,) * t.ndim, t) for n, t in content_of(site.second).items())
+        copy_boxes(attached.places(boxes))
         assert site.answers() != before
         with client.attach():
             _until(lambda: "outside a transaction; version" in site.server.log)

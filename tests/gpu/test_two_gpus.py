@@ -110,3 +110,20 @@ def test_replicas_and_halves_are_updated_in_a_row(
         site.apply(site.push(content))
     assert site.answers() == fresh.answers
     assert site.verified()
+
+
+def test_a_loader_is_on_the_gpu_that_its_engine_was_given() -> None:
+    root = Path(tempfile.mkdtemp(prefix="w2-"))
+    # Its only rank is the first one, and on the second GPU.
+    site = KindSite(KINDS["qwen3_fp8_online"], root, "--device-ids", "1")
+    try:
+        fresh = site.start()
+        site.apply(site.push("b"))
+        assert transform(site.client) == "twin"
+        assert site.answers() == fresh.answers
+        assert site.verified()
+        # Of the first one; on which neither the rank nor its loader has anything.
+        assert site.memory()[0] == 0
+    finally:
+        site.stop()
+        shutil.rmtree(root)

@@ -136,6 +136,28 @@ def _equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
     )
 
 
+def test_a_folder_is_cast_to_what_the_engine_has(site: _Site) -> None:
+    given = {"w": torch.randn(64, 33), "b": (torch.arange(5) + 0.3).double()}
+    reply = site.post(site.step(40, given))
+    assert reply.json()["cast"] == 2, reply.text
+    served = {"w": given["w"].bfloat16(), "b": given["b"].float()}
+    assert _equal(site.live()[1], served)
+    assert site.client.verify().verified
+    # One of two files.
+    parted = site.folder / "broadcasts/step_41"
+    parted.mkdir()
+    save_file({"w": given["w"]}, parted / "a.safetensors")
+    save_file({"b": torch.ones(5)}, parted / "b.safetensors")
+    assert site.post(parted).json()["cast"] == 1
+    assert _equal(site.live()[1], {"w": served["w"], "b": torch.ones(5)})
+    given["b"][2] = 1e39
+    reply = site.post(site.step(42, given))
+    assert reply.status_code == 400
+    assert "write tensor 'b' with values within the range of F32" in reply.text
+    assert "element 2 is 1e+39" in reply.text
+    assert "cast" not in site.post(site.step(43, served)).json()
+
+
 async def _as_prime_rl(url: str, weight_dir: Path, headers: Mapping[str, str]) -> list[Any]:
     """Ask what prime-rl's orchestrator asks of an `admin_base_url` at each step."""
     replies = []
@@ -187,6 +209,21 @@ def test_a_folder_without_index_and_a_large_shard(folder: Path) -> None:
         assert reply.status_code == 200, reply.text
         _, served = site.live()
         assert torch.equal(served["w"], big + 1)
+
+
+def test_the_index_settles_a_stale_copy(site: _Site) -> None:
+    folder, tensors = site.step(301), _tensors(301)
+    named = {"w": folder / "model-00002-of-00002.safetensors"}
+    stale = {"b": tensors["b"] - 1}
+    save_file({**stale, "w": tensors["w"]}, named["w"])
+    reply = site.post(folder)
+    assert reply.status_code == 200, reply.text
+    assert _equal(site.live()[1], tensors)
+    assert site.client.verify().verified
+    (folder / _INDEX).unlink()
+    refused = site.post(folder)
+    assert refused.status_code == 400
+    assert "twice, in" in refused.text
 
 
 def _cut(folder: Path) -> None:
@@ -247,17 +284,17 @@ def _other_shape(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (_cut, "fill 4224 bytes of data, its size leaves 4223"),
+        (_cut, "the file was cut; copy it again"),
         (_cut_header, "is no safetensors file"),
         (_lose_shard, "does not exist here"),
         (_lose_all, "there is no .safetensors file"),
-        (_swap, "twice"),
+        (_swap, 'places "b" in'),
         (_climb, "no index of safetensors files"),
         (_no_index, "no index of safetensors files"),
         (_link, "no link is followed"),
         (_link_index, "no link is followed"),
         (_fifo, "no regular file"),
-        (_other_shape, "the model has"),
+        (_other_shape, "the engine has"),
     ],
 )
 def test_a_damaged_folder_is_one_sentence_and_changes_nothing(

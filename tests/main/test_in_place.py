@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import signal
 import tempfile
@@ -17,10 +19,11 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.in_place_trainers import joint_update, stopped_trainer
+from tests.support.late_writers import WAYS, late_writer
 from tests.support.scraped import scraped
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
-from weightsync_client import Client, ClientError, InvalidError, ShardedTensor
+from weightsync_client import Client, ClientError, InvalidError, LiveCheck, ShardedTensor
 from weightsync_client.attach.transaction_call import TransactionCall
 
 if TYPE_CHECKING:
@@ -88,6 +91,17 @@ class _Site:
     def attached(self) -> Iterator[Attached]:
         with Client(self.address) as client, client.attach() as attached:
             yield attached
+
+    @contextlib.contextmanager
+    def unguarded(self) -> Iterator[Attached]:
+        """Attach as an older release does, with memory that can be written at any time.
+
+        So can that of a GPU.
+        """
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("weightsync_client.attach.trainer_job", str)
+            with self.attached() as attached:
+                yield attached
 
     def recover(self) -> int:
         """Return what is served, proved, when nothing fails any more."""
@@ -259,6 +273,29 @@ def test_an_apply_waits_for_the_end(site: _Site) -> None:
     assert site.recover() == version
 
 
+def test_a_rollback_ends_a_block(site: _Site) -> None:
+    with site.client() as client, site.attached() as attached:
+        client.apply(client.push(_tensors(5)).version)
+        attached.version = site.first + 1
+        # It waits for no trainer.
+        message = _refused(attached, Reason.APPLY_RESTORED, client.rollback, lease_s=600.0)
+        assert "a rollback was asked for" in message
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+    assert site.recover() == site.first
+
+
+def test_a_transaction_is_that_of_an_attachment(site: _Site) -> None:
+    with site.attached() as attached:
+        transaction = attached.transaction()
+        for name in ("", "another"):
+            transaction.call._begin.attachment = name
+            with pytest.raises(ClientError, match="attach before you begin") as caught:
+                transaction.begin()
+            assert caught.value.reason is Reason.ENGINE_REFUSED
+            transaction = attached.transaction()
+    assert site.recover() == site.first
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -368,7 +405,7 @@ def test_it_is_pushed_in_the_background(site: _Site) -> None:
 @pytest.mark.parametrize("asked", [True, False])
 def test_what_fails_in_the_background_is_raised_once(site: _Site, *, asked: bool) -> None:
     """By `result`, or else by the next transaction."""
-    with site.attached() as attached:
+    with site.unguarded() as attached:
         failed = pytest.raises(ClientError, match="holds something else of b")
         with _pushing(attached, after=lambda: _write_b(attached, 1)):
             with attached.transaction(background=True) as first:
@@ -573,7 +610,7 @@ def _write_b(attached: Attached, rank: int) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_was_written_once_it_was_live_is_found(site: _Site, rank: int, when: str) -> None:
     """Also where it was pushed as it is."""
-    with site.attached() as attached:
+    with site.unguarded() as attached:
         ranks = range(_RANKS) if when == "before" else [rank]
 
         def lie() -> None:
@@ -657,6 +694,12 @@ def test_a_trainer_that_dies_or_freezes_is_put_back(
         assert trainer.pid is not None
         os.kill(trainer.pid, end)
         site.wait_restored()
+        if (end, phase) == (signal.SIGSTOP, "open"):
+            # Whatever it writes when it goes on is not served.
+            _until(lambda: f"end process {trainer.pid}, or let it go on" in site.log)
+            with site.client() as client:
+                _until(lambda: client.status().models[0].engine.state == "fenced")
+            os.kill(trainer.pid, signal.SIGCONT)
         assert site.recover() == site.first
         with site.attached() as attached:
             assert torch.equal(attached.read("w"), _tensors(1)["w"])
@@ -684,3 +727,97 @@ def test_the_server_fails_at_each_step(site: _Site, point: str) -> None:
                 raise ClientError(Reason.FAULT, "as if")
         assert site.recover() == site.first
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_a_late_write_is_the_writer_s_own_end(site: _Site, way: str) -> None:
+    """What was written in the block is served, or what was before it, and nothing else."""
+    assert late_writer(site.address, way) == -signal.SIGSEGV
+    served = site.recover()
+    with site.attached() as attached:
+        for name, first in _tensors(1).items():
+            assert torch.equal(attached.read(name), first + (served - site.first))
+    # A thread that writes all the time ends its trainer before that has pushed.
+    assert served == site.first + (way != "thread")
+
+
+def test_a_block_alone_lets_write(site: _Site) -> None:
+    with site.attached() as attached:
+        with pytest.raises(InvalidError, match="write w inside `with attached"):
+            attached.write("w", _tensors(5)["w"])
+        attached.close()
+        for use in (lambda: attached.read("w"), lambda: attached.write("w", _tensors(5)["w"])):
+            with pytest.raises(InvalidError, match="this was closed; attach again"):
+                use()
+    assert site.recover() == site.first
+
+
+def test_one_job_writes_an_engine(site: _Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    with site.attached() as first:
+        with first.transaction():
+            _add(first, 10)
+        monkeypatch.setattr("weightsync_client.attach.trainer_job", lambda: "another")
+        with site.attached() as second:
+            message = _refused(second, Reason.ENGINE_REFUSED)
+            assert f"end process {os.getpid()} or close its attachment" in message
+            assert torch.equal(second.read("b"), _tensors(1)["b"] + 10)
+            first.close()
+            _until(lambda: site.log.count("has left engine"))
+            with second.transaction():
+                _add(second, 10)
+    assert site.recover() == site.first + 2
+
+
+@pytest.mark.parametrize("jobs", [("", "another"), ("another", "")])
+def test_memory_that_can_always_be_written_is_one_job_s(
+    site: _Site, monkeypatch: pytest.MonkeyPatch, jobs: tuple[str, str]
+) -> None:
+    """As that of a GPU."""
+    each = iter(jobs)
+    monkeypatch.setattr("weightsync_client.attach.trainer_job", lambda: next(each))
+    with site.attached():
+        with pytest.raises(ClientError, match="which one job at a time may do") as caught:
+            site.attached().__enter__()
+        assert caught.value.reason is Reason.ENGINE_REFUSED
+    assert site.recover() == site.first
+
+
+def test_what_was_written_before_the_block_is_no_part_of_it(site: _Site) -> None:
+    with site.client() as client, site.unguarded() as attached:
+        _until(lambda: client.get_version(site.first).live_check is LiveCheck.PASSED)
+        _write_b(attached, 0)
+        message = _refused(attached, Reason.APPLY_RESTORED)
+        assert "holds something else of b than version" in message
+        assert client.status().invariant_violations["never_mixed"] == 1
+        assert torch.equal(attached.boxes["b"][0].view, _tensors(1)["b"])
+    # What was counted goes with it.
+    site.server.kill()
+    assert site.recover() == site.first
+
+
+def test_a_mapping_that_is_made_in_a_block_is_never_served(site: _Site) -> None:
+    """Nor is anything else, as long as it is there."""
+    with site.attached() as attached:
+        view = attached.boxes["w"][0].view
+        copies: list[int] = []
+        message = _refused(
+            attached, Reason.ENGINE_FENCED, lambda: copies.append(_mapped_again(view.data_ptr()))
+        )
+        assert "a mapping or a descriptor that was made of it in the block" in message
+        assert f"end process {os.getpid()}" in message
+        _libc.munmap(copies.pop(), mmap.PAGESIZE)
+        assert site.recover() == site.first
+        assert torch.equal(view, _tensors(1)["w"])
+
+
+_libc = ctypes.CDLL(None)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAY_MOVE = 1
+
+
+def _mapped_again(address: int) -> int:
+    """Return where the page at an address lies once more, as mremap(2) has it from a size of 0."""
+    page = address & -mmap.PAGESIZE
+    return int(_libc.mremap(page, 0, mmap.PAGESIZE, _MAY_MOVE))

@@ -380,6 +380,8 @@ def test_the_command(server: WeightSyncServer, tmp_path: Path) -> None:
             check=False,
         )
 
+    # Another test's run has taken the epoch, and pushed under it.
+    assert run("epoch").returncode == 0
     path = tmp_path / "m.safetensors"
     save_file(state(10, 2), path)
     pushed = run("push", path, "--json")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import socket
 import tempfile
@@ -19,7 +21,7 @@ from tests.support.leftovers import Mark
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync import failpoints
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client import Client
+from weightsync_client import Client, ClientError, Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,6 +102,32 @@ def test_what_does_not_stop_is_ended_and_nothing_is_lost(folder: Path) -> None:
         assert sum(status.invariant_violations.values()) == 0
     finally:
         assert server.stop() == 0
+
+
+def test_a_log_that_nobody_reads_keeps_no_server_from_ending(folder: Path) -> None:
+    """What it prints goes into a pipe that is full, so that its event loop stands still."""
+    server = WeightSyncServer(
+        folder / "run",
+        folder / "state",
+        store="memory://",
+        flags=["--drain-timeout-s=1", "--stop-timeout-s=2"],
+    )
+    server.run_dir.mkdir()
+    log = server.run_dir / "server.log"
+    os.mkfifo(log)
+    pipe = os.open(log, os.O_RDWR)
+    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        with Client(server.start().address, timeouts=Timeouts(call_s=2)) as client:
+            with pytest.raises(ClientError):  # noqa: PT012 - one of them
+                for _ in range(100):
+                    client.acquire_epoch()  # and a line for each
+            assert server.process is not None
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(20) == 4
+    finally:
+        server.kill()
+        os.close(pipe)
 
 
 def _digests(server: WeightSyncServer) -> dict[int, str]:

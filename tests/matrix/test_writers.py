@@ -33,6 +33,7 @@ from weightsync_client import (
     ShardedTensor,
     Way,
 )
+from weightsync_client.rpc.retry import RetryingCalls
 
 # Ranks need seconds of a processor that others may need as well.
 pytestmark = pytest.mark.timeout(180)
@@ -294,11 +295,31 @@ def test_an_old_epoch_is_refused_to_all(host_server: WeightSyncServer) -> None:
         assert caught.value.reason is Reason.EPOCH_STALE
 
 
+def test_cancelling_one_ends_a_commit_that_waits_for_the_others(
+    host_server: WeightSyncServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, commit = threading.Event(), RetryingCalls.commit
+
+    def commits(*args: Any) -> Any:
+        asked.set()
+        return commit(*args)
+
+    monkeypatch.setattr(RetryingCalls, "commit", commits)
+    with Client(host_server.address, retry=RETRY) as client:
+        handle = client.push_async(part(8, 0, 2), writer=0, idempotency_key="h/1", writers=2)
+        assert asked.wait(30)
+        began = time.monotonic()
+        handle.cancel()
+        with pytest.raises(AbortedError):
+            handle.committed.result(60)
+        assert time.monotonic() - began < TOLD_S
+    until_none_open(host_server)
+
+
 def test_cancelling_one_tells_the_others(host_server: WeightSyncServer) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     def wait(*_: int) -> None:
-        # Not on to the commit, which is not given up.
         begun.set()
         assert cancelled.wait(30)
 

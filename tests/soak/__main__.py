@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.soak.attached import AttachedTrainers
 from tests.soak.checks import Checker
 from tests.soak.contents import CheckpointContents, Contents, MemoryContents
 from tests.soak.controller import Controller
@@ -30,6 +31,7 @@ from tests.soak.history import History
 from tests.soak.outside import Outside
 from tests.soak.site import Engine, MemoryEngineProcess, Site, VllmEngineProcess
 from tests.soak.trainer import Trainer
+from tests.support.in_place_trainers import end_fork_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +74,11 @@ class Soak:
         self._trainer = trainer = Trainer(site, contents, history, seed + 2)
         self._callers: list[Caller] = [self._controller, trainer]
         outside = Outside(site, trainer, self._controller, self._still, seed + 3)
-        self._injector = Injector(site, self._callers, seed, outside.blows, vllm=vllm)
+        blows = outside.blows
+        if not vllm:
+            attached = AttachedTrainers(site, history, self._still, random.Random(seed + 4))
+            blows |= {"late": attached.late, "orphaned": attached.orphaned}
+        self._injector = Injector(site, self._callers, seed, blows, vllm=vllm)
         self.checker = Checker(site, history, self._controller, _ranks() if vllm else 2)
         self._reviving: Future[bool] | None = None
         self._pool = ThreadPoolExecutor(1)
@@ -316,6 +322,7 @@ def main() -> int:
         soak = Soak(site, contents, history, seed, vllm=options.vllm)
         soak.run(options.minutes * 60)
     finally:
+        end_fork_server()
         left = site.stop()
         shutil.copy(folder / "run" / "server.log", options.work / f"server-{seed}.log")
         history.close()

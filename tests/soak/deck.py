@@ -46,6 +46,8 @@ ROWS = {
     "45": "a flood of pushes",
     "46": "streams that stall",
     "50": "an attack",
+    "51": "an attached trainer writes late",
+    "52": "the server dies while an attached trainer writes",
 }
 
 #: Blows and acts, by row and how often each comes where a failpoint comes once.
@@ -54,6 +56,7 @@ _BLOWS = {
     "engine_in_pause": "15", "flip_stored": "23", "flip_segment": "23", "no_memory": "30",
     "no_files": "33", "tear_journal": "36", "jump_clock": "43", "second_server": "44",
     "flood": "45", "stall": "46", "attack": "50",
+    "late": "51", "orphaned": "52",
 }  # fmt: skip
 _ACTS = {
     "killed": "17", "frozen": "18", "cut": "19", "unheard": "21", "muddle": "22", "flip": "23",
@@ -61,7 +64,7 @@ _ACTS = {
 }  # fmt: skip
 _WITH_ENGINE = (
     "engine_in_pause", "flip_segment", "no_memory", "tear_journal", "kill_engine", "stop_engine",
-    "clash",
+    "clash", "late", "orphaned",
 )  # fmt: skip
 #: Blows of no row of their own.
 _MORE = ("kill_server", "kill_twice", "stop_server", "kill_engine", "stop_engine")

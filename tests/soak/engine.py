@@ -137,8 +137,9 @@ class SlowEngine(_SlowRank, MemoryEngine):
     """Two ranks; a step is not under way while they switch between two of them."""
 
     def __init__(self, checkpoint: Any, socket: Path) -> None:
-        super().__init__(checkpoint, socket)
-        self.ranks = (self, _SlowRank("0/0/1", checkpoint, socket, self._serving))
+        super().__init__(checkpoint, socket, attachable=True)
+        other = _SlowRank("0/0/1", checkpoint, socket, self._serving, attachable=True)
+        self.ranks = (self, other)
         self._stands = False
 
     def tell(self) -> dict[str, Any]:

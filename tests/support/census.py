@@ -79,8 +79,8 @@ class Census:
 
 
 def _counts(path: Path) -> bool:
-    # Epoch and marks are written when they are first needed, and stay.
-    return path.name not in ("epoch.json", "marks.json")
+    # Epoch, marks and what engines refused are written when they are first needed, and stay.
+    return path.name not in ("epoch.json", "marks.json", "refused.json")
 
 
 def _links(pid: int) -> list[str]:

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from weightsync_server.fleet.coordinator_steps import Order
     from weightsync_server.fleet.member_steps import Step
 
-__all__ = ["COMMIT", "NAMES", "NEW", "Member", "Model", "World", "explore"]
+__all__ = ["ANCIENT", "COMMIT", "NAMES", "NEW", "OLD", "Member", "Model", "World", "explore"]
 
-OLD, NEW = FleetVersion(1, "old"), FleetVersion(2, "new")
+ANCIENT, OLD, NEW = FleetVersion(0, "ancient"), FleetVersion(1, "old"), FleetVersion(2, "new")
 COMMIT, ABORT = Verdict.COMMIT, Verdict.ABORT
 _View = tuple[bool, bool, tuple[Verdict, ...]]
 NAMES = ("a", "b", "c")
@@ -136,10 +136,13 @@ class Model:
     Args:
         kind: Of the apply.
         names: Of its members.
-        joins: Another appears, which the coordinator had not seen when it made the plan.
+        joins: What another holds that appears, which the coordinator had not seen when it made the
+            plan; None: nobody does.
     """
 
-    def __init__(self, kind: Kind, names: tuple[str, ...], *, joins: bool = False) -> None:
+    def __init__(
+        self, kind: Kind, names: tuple[str, ...], *, joins: FleetVersion | None = None
+    ) -> None:
         waves = divide(names, kind, 1)
         decisions = len(waves) + (kind is Kind.ROLLING)
         self.plan = FleetPlan(1, "n", kind, NEW, OLD, waves, decisions)
@@ -150,7 +153,7 @@ class Model:
     def begin(self, budget: tuple[int, int, int, int, int]) -> World:
         members = tuple(Member(MemberState(name, OLD)) for name in self.names)
         if self.joins:
-            new = MemberState("new", OLD, Mode.FENCED)
+            new = MemberState("new", self.joins, Mode.FENCED)
             members += (Member(new, serving=False, announced=False),)
         return World(
             not self.joins, False, (), frozenset(), members, coordinator=True, budget=budget
@@ -292,7 +295,7 @@ class Model:
         if target == NEW:
             wave = self.plan.wave_of(member.state.name)
             assert world.decisions[:wave] == (COMMIT,) * wave, "committed undecided"
-        else:
+        elif member.state.live == NEW:
             assert self.outcome(world) is ABORT, "went back undecided"
 
     def check(self, world: World) -> None:
@@ -300,9 +303,9 @@ class Model:
             return
         if world.decisions == (COMMIT,):
             for one in world.members:
-                assert not (one.serving and one.state.live == OLD), "the old version is served"
+                assert not one.serving or one.state.live == NEW, "the old version is served"
         else:
-            assert all(one.state.live == OLD for one in world.members), "committed undecided"
+            assert all(one.state.live != NEW for one in world.members), "committed undecided"
 
     def check_step(self, before: World, after: World) -> None:
         if self.plan.kind is Kind.BARRIER and (before.decisions, after.decisions) == (

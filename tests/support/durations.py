@@ -2,9 +2,10 @@
 
 `--durations-json FILE` writes one JSON object: the seconds of the run, and one entry per test, by
 node id, with its outcome (and the reason of a skip, or the text of a failure), the seconds by the
-clock and of the processor for its set-up, call and tear-down, and how many processes it started, by
-kind. A fixture's time is that of the first test that asked for it. Processor time counts the
-process that runs the tests and the children that ended meanwhile.
+clock and of the processor for its set-up, call and tear-down, how many processes it started, by
+kind, and what it tells of itself as `user_properties`. A fixture's time is that of the first test
+that asked for it. Processor time counts the process that runs the tests and the children that ended
+meanwhile.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class _Collected:
         test["clock_s"][report.when] = round(report.duration, 4)
         test["processor_s"][report.when] = round(getattr(report, "processor_s", 0.0), 4)
         test["started"].update(getattr(report, "started", {}))
+        if report.user_properties:
+            test["properties"] = dict(report.user_properties)
 
     def pytest_sessionfinish(self) -> None:
         """Write the file."""

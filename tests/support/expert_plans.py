@@ -230,7 +230,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
     config = loader.config(first)
     with set_current_vllm_config(config):
         model = loader.load(config)
-        seen: dict[str, Any] = {"plain": why_not_plain(model)}
+        seen: dict[str, Any] = {"plain": str(why_not_plain(model) or "")}
         if "second" not in order:
             return seen | {"isa": _isa(model), "computed": _computed(model)}
         second = Path(order["second"])

@@ -212,15 +212,25 @@ class FaultySite:
         self.let_go_on()
         if self.server.process is None or self.server.process.poll() is not None:
             self.restart_server()
-        if not self.vllm_lives():
-            self.vllm.stop()
-            self.vllm.start()
-        live = self.server.wait_serving(_SERVING_S).live_version
+        live = self._wait_serving().live_version
         assert self.server.stub.VerifyVersion(
             pb.VerifyVersionRequest(model="default"), timeout=60
         ).verified
         assert self.ask() == self.content[live]
         return self.content[live]
+
+    def _wait_serving(self) -> pb.ModelStatus:
+        # vLLM needs seconds to find out that one of its ranks has died, and answers until then.
+        deadline = time.monotonic() + _SERVING_S
+        while True:
+            if not self.vllm_lives():
+                self.vllm.stop()
+                self.vllm.start()
+            try:
+                return self.server.wait_serving(1)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
 
     def vllm_lives(self) -> bool:
         """Whether vLLM and its engine core live."""

@@ -14,8 +14,11 @@ from weightsync_server.register.folder_register import FolderRegister
 from weightsync_server.store.documents import decode_document, encode_document
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Coroutine
+
     from weightsync_server.fleet.fleet_member import FleetMember
-    from weightsync_server.register.register import Creation
+    from weightsync_server.register.membership import Membership
+    from weightsync_server.register.register import Creation, MemberList
 
 __all__ = ["LIMITS", "CutRegister", "Fleet", "in_format", "until"]
 
@@ -46,13 +49,27 @@ class CutRegister(FolderRegister):
         await self._answers()
         return await super().create(key, value)
 
+    async def create_among(
+        self, key: str, value: bytes, prefix: str, known: Collection[str]
+    ) -> Creation | None:
+        await self._answers()
+        return await super().create_among(key, value, prefix, known)
+
+    async def members(self, prefix: str) -> MemberList:
+        await self._answers()
+        return await super().members(prefix)
+
     async def get(self, key: str) -> bytes | None:
         await self._answers()
         return await super().get(key)
 
-    async def list(self, prefix: str) -> dict[str, bytes]:
+    async def member(self, key: str, value: bytes, ttl_s: int) -> Membership:
         await self._answers()
-        return await super().list(prefix)
+        return await super().member(key, value, ttl_s)
+
+    async def list(self, prefix: str, start: str = "") -> dict[str, bytes]:
+        await self._answers()
+        return await super().list(prefix, start)
 
     async def _answers(self) -> None:
         if self.cut:
@@ -76,6 +93,7 @@ class Fleet:
         self.members: dict[str, FleetMember] = {}
         self.links: dict[str, CutRegister] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._frozen: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
 
     async def start(self, *names: str, limits: FleetLimits = LIMITS) -> None:
         """Start members, and wait until each has read the register."""
@@ -91,12 +109,27 @@ class Fleet:
         """End a member without a word; its host stays as it is."""
         task = self._tasks.pop(name)
         member = self.members.pop(name)
-        member.view.close = _nothing  # type: ignore[method-assign]  # it does not say goodbye
+        member.view.presence.close = _nothing  # type: ignore[method-assign]  # it does not say goodbye
         task.cancel()
         await asyncio.wait({task})
-        membership = member.view._membership
+        membership = member.view.presence._membership
         if membership is not None and membership._task is not None:
             membership._task.cancel()
+
+    def freeze(self, name: str) -> None:
+        """Have a member neither read nor be seen any more, as one whose process is stopped."""
+        membership, link = self.members[name].view.presence._membership, self.links[name]
+        assert membership is not None
+        self._frozen[name] = membership.renew
+        link.cut = True
+        membership.renew = link._answers  # type: ignore[method-assign]  # it is not
+
+    def thaw(self, name: str) -> None:
+        """Let it go on."""
+        membership = self.members[name].view.presence._membership
+        assert membership is not None
+        membership.renew = self._frozen.pop(name)  # type: ignore[method-assign]  # as it was
+        self.links[name].cut = False
 
     def coordinator(self, limits: FleetLimits = LIMITS, **given: Any) -> Coordinator:
         return Coordinator(self.register, "coordinator", limits, **given)

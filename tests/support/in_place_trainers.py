@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import time
+from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,13 +29,28 @@ if TYPE_CHECKING:
     from weightsync_client.attach import Attached
     from weightsync_client.attach.written_boxes import WrittenBox
 
-__all__ = ["RANKS", "joint_update", "stopped_trainer"]
+__all__ = [
+    "CONTEXT",
+    "RANKS",
+    "busy_trainer",
+    "end_fork_server",
+    "joint_update",
+    "older_trainer",
+    "stopped_trainer",
+]
 
 #: Processes of a joint update.
 RANKS = 2
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([__name__])
+#: Of processes that are forked from a server that has imported all this.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__, "tests.support.late_writers"])
 _END_S = 90.0
+
+
+def end_fork_server() -> None:
+    """End the server that trainers are forked from, and what goes with it."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def joint_update(
@@ -79,12 +95,31 @@ def stopped_trainer(address: str, lease_s: float, phase: str) -> Iterator[ForkSe
 
 
 @contextlib.contextmanager
+def older_trainer(address: str) -> Iterator[ForkServerProcess]:
+    """Run a trainer of an older release, which has memory that it can always write."""
+    with _forked(_have, address) as (process, end):
+        assert _told(end) == "attached"
+        yield process
+
+
+@contextlib.contextmanager
+def busy_trainer(address: str) -> Iterator[tuple[ForkServerProcess, Connection]]:
+    """Run a trainer that writes all the time in a block, until its transaction has ended.
+
+    Its pipe tells `written` when it has begun, and then the reason with which that ended.
+    """
+    with _forked(_write_on, address) as (process, end):
+        assert _told(end) == "written"
+        yield process, end
+
+
+@contextlib.contextmanager
 def _forked(
     work: Callable[..., None], *arguments: Any
 ) -> Iterator[tuple[ForkServerProcess, Connection]]:
     """Run a process until the block ends, with the end of a pipe that it tells something by."""
-    near, far = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=work, args=(far, *arguments), daemon=True)
+    near, far = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=work, args=(far, *arguments), daemon=True)
     process.start()
     far.close()
     try:
@@ -151,6 +186,31 @@ def _wrong(attached: Attached, how: str) -> Iterator[None]:
         if how in {"changes", "dies"}:
             patch.setattr(attached, "check_written", change)
         yield
+
+
+def _write_on(end: Connection, address: str) -> None:
+    with Client(address) as client, client.attach() as attached:
+        try:
+            with attached.transaction() as transaction:
+                for number in range(10**9):
+                    for boxes in attached.boxes.values():
+                        for box in boxes:
+                            box.view.fill_(-1 - number)
+                    if not number:
+                        end.send("written")
+                    # A while after the server has ended it, which this need not look at.
+                    if number % 1000 == 999:
+                        transaction.renew()
+        except ClientError as error:
+            end.send(str(error.reason.value))
+
+
+def _have(end: Connection, address: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weightsync_client.attach.trainer_job", str)
+        with Client(address) as client, client.attach():
+            end.send("attached")
+            time.sleep(600)
 
 
 def _stop(end: Connection, address: str, lease_s: float, phase: str) -> None:

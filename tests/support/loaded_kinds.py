@@ -26,7 +26,7 @@ from weightsync.vllm.plan.in_place import why_not_plain
 from weightsync.vllm.plan.int_views import tensor_digest_of
 from weightsync.vllm.plan.live_params import LiveParameters
 from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.plan.load_watch import check_complete, made_by_loading
+from weightsync.vllm.plan.load_watch import check_complete, check_read, made_by_loading
 from weightsync.vllm.plan.model_parts import PartNames
 from weightsync.vllm.twin.loader_config import ModelLoad, PartLoad
 from weightsync.vllm.twin.model_state import state_of
@@ -144,7 +144,7 @@ def _look(loader: Loader, folders: Sequence[Path]) -> dict[str, Any]:
     _, fresh = _load(loader, folders[1])
     found = {
         "refusals": config_refusals(config, EngineCores(None)),
-        "plain": why_not_plain(model),
+        "plain": str(why_not_plain(model) or ""),
         "made": len(made_by_loading(model) or ()),
     }
     assert _between(model, fresh)
@@ -153,6 +153,7 @@ def _look(loader: Loader, folders: Sequence[Path]) -> dict[str, Any]:
     try:
         plan, _ = capture_plan(model, live, layout_of(folders[0]))
         check_complete(model, map(live.tensor, plan.written))
+        check_read(model, plan)
     except PlanRefusedError as error:
         twin = _by_twin(config, model, fresh, folders)
         return {**found, "why": str(error), "twin": twin}

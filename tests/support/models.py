@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARCHITECTURES",
+    "add_copy",
     "make_checkpoint",
     "make_int4",
     "make_int8",
+    "make_scaled_cache",
     "nudge_checkpoint",
     "perturb_checkpoint",
     "quantise_checkpoint",
@@ -286,6 +288,64 @@ def make_int8(source: Path, target: Path) -> Path:
     }
     (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+def make_scaled_cache(source: Path, target: Path, scales: tuple[float, float] = (1.0, 1.0)) -> Path:
+    """Copy a checkpoint with scales of a key-value cache in fp8, as compressed-tensors writes it.
+
+    Args:
+        source: The checkpoint.
+        target: Where the copy goes.
+        scales: Of the keys and of the values, in every layer.
+    """
+    import json
+    import shutil
+
+    import torch
+    from safetensors.torch import save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    made = {
+        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([scale])
+        for layer in range(config["num_hidden_layers"])
+        for kind, scale in zip("kv", scales, strict=True)
+    }
+    save_file(made, target / "scales.safetensors", metadata={"format": "pt"})
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+    kind = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {**kind, "dynamic": False},
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def add_copy(checkpoint: Path, name: str) -> str:
+    """Put another copy of a tensor, of twice its values, into a file that vLLM reads last.
+
+    An index says that the first one counts. Returns the name of the file that holds that.
+
+    Args:
+        checkpoint: Has no index.
+        name: Of the tensor.
+    """
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    files = {file.name: load_file(file) for file in sorted(checkpoint.glob("*.safetensors"))}
+    index = {tensor: file for file, tensors in files.items() for tensor in tensors}
+    last = max(files)
+    save_file({**files[last], name: files[index[name]][name] * 2}, checkpoint / last)
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (checkpoint / "model.safetensors.index.json").write_text(text)
+    return index[name]
 
 
 def make_int4(source: Path, target: Path, method: str) -> Path:

@@ -81,7 +81,7 @@ def running_bench(model: Path, run_dir: Path, **options: Any) -> Iterator[Bench]
         model,
         run_dir,
         flags=["--worker-extension-cls", extension, *options.pop("flags", ())],
-        variables={"WEIGHTSYNC_TEST_FAULT": str(fault)},
+        variables={"WEIGHTSYNC_TEST_FAULT": str(fault), **options.pop("variables", {})},
         **options,
     )
     staging = Staging(vllm.segment_socket)

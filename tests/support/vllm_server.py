@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,9 +22,21 @@ from tests.support.processes import give_way
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["VllmServer", "cpu_environment", "own_core"]
+__all__ = ["VllmServer", "attention_backends", "cpu_environment", "own_core"]
 
 _START_S = 480.0
+#: What vLLM says of the kernels that it has chosen for attention, also in releases before 0.32.
+_ATTENTION = re.compile(
+    r"Using (?:AttentionBackendEnum\.)?([A-Z][A-Z0-9_]+)(?: attention)? backend"
+)
+#: Those that answer now.
+_up: list[VllmServer] = []
+
+
+def attention_backends() -> tuple[str, ...]:
+    """Return the names of what the vLLM that answer now compute attention with, sorted."""
+    logs = (server.log_path.read_text(errors="replace") for server in _up)
+    return tuple(sorted({name for log in logs for name in _ATTENTION.findall(log)}))
 
 
 def cpu_environment(*, workers: int = 1, plain: bool = True) -> dict[str, str]:
@@ -162,6 +175,7 @@ class VllmServer:
             if self.healthy():
                 # Not before: a start on a busy machine takes its time as it is.
                 give_way(self.process.pid)
+                _up.append(self)
                 return
             time.sleep(0.2)
         tail = self.log_path.read_text(errors="replace")[-20000:]
@@ -241,6 +255,8 @@ class VllmServer:
 
     def stop(self) -> None:
         """Stop the server and everything that it started."""
+        if self in _up:
+            _up.remove(self)
         if self.process is None:
             return
         group = self.process.pid

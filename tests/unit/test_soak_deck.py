@@ -15,6 +15,7 @@ _BLOWS = (
     "terminate", "kill_fetcher", "kill_ingest", "stop_fetcher", "engine_in_pause", "flip_stored",
     "flip_segment", "no_memory", "no_files", "tear_journal", "jump_clock", "second_server", "flood",
     "stall", "attack", "kill_server", "kill_twice", "stop_server", "kill_engine", "stop_engine",
+    "late", "orphaned",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -137,6 +138,27 @@ def test_going_back_to_what_was_live_before_is_right() -> None:
     assert counts(found(served("a", OLD, 10, 100), applies=(ONE, TWO, back))) == (0, 1, 0)
 
 
+def test_who_begins_what_a_barrier_has_left_is_found_however_short_that_was() -> None:
+    def begun(since: float, at: float, *applies: SeenApply) -> list[str]:
+        run = Served("b", OLD, at, at, since)
+        record = FleetRecord(FIRST, {one.number: one for one in applies}, [run])
+        return judge(record, Patience(5.0, 4.0, frozenset({"b"}))).begun
+
+    # It was no member of the second barrier, and stood still meanwhile.
+    assert len(begun(20.1, 20.2, ONE, TWO)) == 1
+    # It may have begun before.
+    assert not begun(19.9, 20.2, ONE, TWO)
+    assert not begun(11.0, 11.1, ONE, TWO)
+    assert not begun(30.6, 30.7, ONE, TWO, barrier(3, OLD, 30, "a", "b"))
+    # It comes in the midst of the second one, which is committed without it.
+    assert len(begun(15.0, 15.1, ONE, replace(TWO, planned=14.0))) == 1
+    assert not begun(13.0, 13.1, ONE, replace(TWO, planned=14.0))
+    # What it served before that it may go on with, where nothing else limits it.
+    long = FleetRecord(FIRST, {1: ONE, 2: TWO}, [Served("b", OLD, 11, 100)])
+    assert counts(judge(long, Patience(5.0, 4.0, frozenset({"b"})))) == (0, 0, 0)
+    assert counts(judge(long, PATIENCE)) == (1, 0, 0)
+
+
 def test_a_commit_that_is_gone_is_lost(history: History) -> None:
     for version in (2, 3):
         history.pushing(version, f"digest {version}")
@@ -160,6 +182,8 @@ def test_an_engine_is_seen_as_it_goes_from_content_to_content(history: History) 
     for _ in answers:
         watch.look()
     assert [one.content for one in record.served] == [OLD, NEW, "old, new"]
+    first, second, third = (one.since for one in record.served)
+    assert first < 0 < second < third
     assert watch.answers == 5
     (wrong,) = history.violations
     assert wrong.startswith("a serves what is no version: old, new")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.stages import STAGES
+from tests.support.bounds import within
 
 ROOT = Path(__file__).parents[2]
 #: Run by targets of their own.
@@ -110,6 +112,89 @@ def test_a_stage_that_runs_nothing_fails(tmp_path: Path) -> None:
     gone = _run(tmp_path, "test-faults")
     assert gone.returncode == 1
     assert "there is no tests/faults and no tests/fuzz" in gone.stdout
+
+
+def test_a_run_on_a_gpu_tells_what_computed_attention(tmp_path: Path) -> None:
+    (tmp_path / "test_engine.py").write_text(
+        "from tests.support import vllm_server\n\n"
+        "def test_it(tmp_path):\n"
+        "    vllm = vllm_server.VllmServer(tmp_path, tmp_path)\n"
+        "    lines = ['Using AttentionBackendEnum.FLASH_ATTN backend.',\n"
+        "             'Using FLASHINFER attention backend out of potential backends: [].']\n"
+        "    vllm.log_path.write_text('\\n'.join(lines))\n"
+        "    vllm_server._up.append(vllm)\n\n"
+        "def test_nothing():\n"
+        "    vllm_server._up[0].stop()\n"
+    )
+    told = tmp_path / "told.json"
+    command = ["-q", "-p", "tests.gpu.conftest", "-p", "tests.support.durations"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *command, "--durations-json", str(told), "test_engine.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "attention by FLASHINFER, FLASH_ATTN: 1 tests" in done.stdout
+    tests = json.loads(told.read_text())["tests"]
+    assert tests["test_engine.py::test_it"]["properties"] == {"attention": "FLASHINFER, FLASH_ATTN"}
+    assert "properties" not in tests["test_engine.py::test_nothing"]
+
+
+_PASSES = "def test_it():\n    pass\n"
+_KILLED = "import os, signal\n\ndef test_it():\n    os.kill(os.getppid(), signal.SIGKILL)\n"
+_LOSES = (
+    "from pathlib import Path\n\n"
+    "def pytest_unconfigure():\n"
+    "    Path('build/stages/test-vllm.part.json').unlink(missing_ok=True)\n"
+)
+_ENDS = "def pytest_sessionfinish(session):\n    session.exitstatus = 0\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"test_a.py": _KILLED}, "pytest ended with -9 in tests/vllm"),
+        ({"test_a.py": _PASSES, "conftest.py": _LOSES}, "wrote down 0 tests"),
+        (
+            {"test_a.py": "def test_it():\n    assert False\n"} | {"conftest.py": _ENDS},
+            "pytest ended with 0 in",
+        ),
+    ],
+    ids=["killed", "record", "nought"],
+)
+def test_what_ends_otherwise_than_its_tests_fails(
+    tmp_path: Path, files: dict[str, str], said: str
+) -> None:
+    tree = _copy(tmp_path, {f"tests/vllm/{name}": text for name, text in files.items()})
+    done = _run(tree, "test-vllm")
+    assert done.returncode == 1, done.stdout
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["tests/faults/test_b.py"], ["-k", "nothing"]])
+def test_a_choice_that_is_of_nothing_fails(tmp_path: Path, arguments: list[str]) -> None:
+    tree = _copy(tmp_path, {f"tests/{n}/test_b.py": _PASSES for n in ("vllm", "faults")})
+    done = _run(tree, "test-vllm", *arguments)
+    assert done.returncode == 1
+    assert f"no test of {' '.join(arguments)} was run: is it in this stage?" in done.stdout
+
+
+def test_a_stage_that_is_ended_ends_pytest(tmp_path: Path) -> None:
+    waits = (
+        "import os, pathlib, time\n\n"
+        "def test_it():\n    pathlib.Path('pid').write_text(str(os.getpid()))\n    time.sleep(60)\n"
+    )
+    tree = _copy(tmp_path, {"tests/vllm/test_a.py": waits})
+    command = [sys.executable, "-m", "tests.stages", "test-vllm"]
+    with subprocess.Popen(command, cwd=tree, env={**os.environ, "JOBS": "1"}) as stage:
+        within(60, lambda: (tree / "pid").exists() and (tree / "pid").read_text() != "")
+        stage.terminate()
+        assert stage.wait(20) == 143
+    worker = Path("/proc", (tree / "pid").read_text())
+    within(20, lambda: not worker.exists())
 
 
 def test_an_unknown_stage_is_refused_with_the_names() -> None:

@@ -30,7 +30,9 @@ LAYERS = 12
 
 @pytest.fixture(scope="module")
 def bench(checkpoint: Callable[..., Path], run_dir: Path) -> Iterator[Bench]:
-    with running_bench(checkpoint(seed=1, layers=LAYERS), run_dir) as bench:
+    variables = {"VLLM_SERVER_DEV_MODE": "1"}
+    model = checkpoint(seed=1, layers=LAYERS)
+    with running_bench(model, run_dir, variables=variables) as bench:
         yield bench
 
 
@@ -121,6 +123,28 @@ def test_apply_changes_the_tokens_and_restore_brings_them_back(
     assert second["tokens"] != first["tokens"]
     bench.client.apply(versions[0], 3, apply_id=adopted[0])
     assert bench.vllm.complete(PROMPT) == first
+
+
+def test_a_framework_does_not_end_a_pause_or_lift_a_fence_of_ours(
+    bench: Bench, versions: tuple[Version, Version]
+) -> None:
+    lease = bench.client.pause()
+    status, answer = bench.vllm.request("/resume", {})
+    assert status == 409
+    assert "leave out this resume" in answer["error"]["message"]
+    assert bench.vllm.request("/is_paused")[1] == {"is_paused": True}
+    bench.client.resume(lease, 1, versions[0].content_digest)
+    assert bench.vllm.request("/is_paused")[1] == {"is_paused": False}
+    bench.client.fence("kept by a test")
+    status, answer = bench.vllm.request("/resume", {})
+    assert status == 503
+    assert "kept by a test" in answer["error"]["message"]
+    assert bench.vllm.request("/health")[0] == 200
+    bench.client.resume("", 1, versions[0].content_digest)
+    # A pause of vLLM's own is vLLM's own to end.
+    assert bench.vllm.request("/pause?mode=keep", {})[0] == 200
+    assert bench.vllm.request("/resume", {})[0] == 200
+    assert bench.vllm.complete(PROMPT)["tokens"]
 
 
 def test_hello_refuses_another_protocol(bench: Bench) -> None:

@@ -118,7 +118,7 @@ def _why_no_plan(client: BridgeClient, version: Version) -> str:
     """Return why the versions of an engine must be loaded, as its ranks tell it."""
     replies = client.capture(version)
     assert all(reply["ok"] and reply["transform"] == "twin" for reply in replies), replies
-    return str(replies[0]["why"])
+    return f"{replies[0]['why']}; {replies[0]['remedy']}"
 
 
 def _patch(bench: Bench, version: Version, number: int, base: str) -> str:

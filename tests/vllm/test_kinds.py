@@ -5,14 +5,15 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.models import make_checkpoint, make_int4, make_int8
+from tests.support.models import add_copy, make_checkpoint, make_int4, make_int8, make_scaled_cache
 from tests.support.processors import HAS_AMX, LACKS_AMX, without_amx
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
+from weightsync.errors import Reason, WeightSyncError
 from weightsync_client import Client, EngineState, Transform
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-_SERVING_S = 150.0
+_SERVING_S = 480.0
 
 
 class KindSite:
@@ -40,10 +41,12 @@ class KindSite:
         self.processor = {} if amx == HAS_AMX else without_amx(root / "plugins")
         self.plain = kind != "packed"
         self.dtype = "float32" if kind == "packed" else "bfloat16"
-        arch = {"mla": "deepseek_v2"}.get(kind, "qwen2")
+        arch = {"mla": "deepseek_v2", "scales": "llama"}.get(kind, "qwen2")
         self.folders = {}
         for seed, name in enumerate("ab"):
-            made = make_checkpoint(root / name, arch, seed=seed, dtype=self.dtype)
+            # Scales alone are to make a difference.
+            same = 0 if kind == "scales" else seed
+            made = make_checkpoint(root / name, arch, seed=same, dtype=self.dtype)
             self.folders[name] = _quantised(made, kind)
         self.vllm = self._vllm("a")
         self.server = WeightSyncServer(root / "a-run", root / "state")
@@ -63,9 +66,16 @@ class KindSite:
 
     def fresh(self, name: str) -> list[dict[str, str]]:
         """Return what a vLLM holds that has just loaded a checkpoint."""
+        return self.fresh_answers(name)[0]
+
+    def fresh_answers(
+        self, name: str, *prompts: str
+    ) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+        """Return what a vLLM holds, and answers, that has just loaded a checkpoint."""
         vllm = self._vllm(name, bridge=False)
         try:
-            return self.digests(vllm.start())
+            vllm.start()
+            return self.digests(vllm), [vllm.complete(prompt) for prompt in prompts]
         finally:
             vllm.stop()
 
@@ -105,6 +115,13 @@ class KindSite:
 def _quantised(made: Path, kind: str) -> Path:
     if kind == "int8":
         return make_int8(made, made.with_name(f"{made.name}8"))
+    if kind == "scales":
+        scales = (1.0, 1.0) if made.name == "a" else (0.02, 0.05)
+        scaled = make_scaled_cache(made, made.with_name(f"{made.name}s"), scales)
+        if made.name == "a":
+            # What vLLM has read is adopted, whichever copy the index prefers.
+            add_copy(scaled, "model.norm.weight")
+        return scaled
     if kind in ("gptq", "awq"):
         return make_int4(made, made.with_name(f"{made.name}4"), kind)
     return made
@@ -221,3 +238,29 @@ def test_what_lies_behind_handles_is_refused_with_what_prevents_it(site: KindSit
     assert "memory that cannot be copied" in reason
     assert "restart vLLM with WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in reason
     assert not site.vllm.answers()
+
+
+@pytest.mark.parametrize("site", [_site("scales")], indirect=True)
+def test_scales_of_the_cache_are_those_of_the_version(site: KindSite) -> None:
+    state, reason = site.settled()
+    assert state is EngineState.SERVING, reason
+    # Adopted with 1.0, which is what they are without a checkpoint's.
+    assert site.transforms() == {Transform.TWIN}
+    prompts = ("hello world", "the quick brown fox jumps over")
+    before = site.digests(site.vllm), [site.vllm.complete(prompt) for prompt in prompts]
+    with Client(site.server.address) as trainer:
+        version = trainer.push(site.folders["b"]).version
+        # What is cached was written with the scales before.
+        with pytest.raises(WeightSyncError, match=r"use pause\.cache RECOMPUTE") as refused:
+            trainer.apply(version, cache="keep")
+        assert refused.value.reason is Reason.ENGINE_UNSUPPORTED
+        trainer.apply(version)
+        assert trainer.verify().verified
+        after = site.digests(site.vllm), [site.vllm.complete(prompt) for prompt in prompts]
+        trainer.rollback(reason="test")
+        assert trainer.verify().verified
+    assert site.digests(site.vllm) == before[0]
+    assert [site.vllm.complete(prompt) for prompt in prompts] == before[1]
+    site.vllm.stop()
+    assert after == site.fresh_answers("b", *prompts)
+    assert [answer["tokens"] for answer in after[1]] != [answer["tokens"] for answer in before[1]]

@@ -29,7 +29,7 @@ import vllm.model_executor.layers.utils as utils
 def reason(dtype, remove):
     layer = torch.nn.Linear(256, 512).to(dtype)
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=remove)
-    return why_not_plain(torch.nn.ModuleDict({"lm_head": layer}))
+    return str(why_not_plain(torch.nn.ModuleDict({"lm_head": layer})) or "")
 
 seen = {"linear": reason(torch.float32, True), "head": reason(torch.float32, False)}
 # Small ones of bfloat16 go to the sgl kernel where the processor has AMX.
@@ -45,7 +45,7 @@ seen["sgl"] = reason(torch.bfloat16, False)
 torch.ops._C, utils.check_cpu_sgl_kernel = operators, real
 leave_linear_plain()
 seen["off"] = [reason(d, r) for d in (torch.float32, torch.bfloat16) for r in (True, False)]
-seen["untouched"] = why_not_plain(torch.nn.Linear(2, 2))
+seen["untouched"] = str(why_not_plain(torch.nn.Linear(2, 2)) or "")
 torch.cpu._is_amx_tile_supported = lambda: True
 kinds = (torch.bfloat16, torch.int8)
 seen["sgl_takes"] = [str(kind) for kind in kinds if utils.check_cpu_sgl_kernel(64, 64, kind)]

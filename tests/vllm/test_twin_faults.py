@@ -278,7 +278,7 @@ def test_a_version_of_another_layout_is_refused_by_name(
     old = site.ask()
     with site.watched(), Client(site.server.address) as client:
         with pytest.raises(ClientError) as refused:
-            client.apply(client.push(str(_altered(site, change))).version)
+            client.apply(client.push(str(_altered(site, change)), dtype="keep").version)
         assert refused.value.reason is Reason.ENGINE_REFUSED
         assert "experts.3.down_proj.weight" in str(refused.value)
         assert site.recover() == old

@@ -96,7 +96,7 @@ class DecisionWatch:
                 continue
             before = self._record.applies.get(number)
             if before is None:
-                before = _plan(decode_document(parts["plan"]), keys)
+                before = replace(_plan(decode_document(parts["plan"]), keys), planned=now)
                 self._history.note(plan=number, kind=before.kind, target=before.target)
             self._record.applies[number] = self._decided(before, parts, now)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ class EngineWatch:
         self.member, self._ask, self._known = member, ask, known
         self._record, self._history = record, history
         self._run: Served | None = None
+        #: When it was asked for the last answer that was given.
+        self._before = -math.inf
 
     def run(self, over: threading.Event) -> None:
         """Look until it is over."""
@@ -67,7 +70,9 @@ class EngineWatch:
         elif self._run is not None and self._run.content == content:
             self._run.ended = asked
         else:
-            self._run = Served(self.member, content, time.monotonic(), asked)
+            self._run = Served(self.member, content, time.monotonic(), asked, self._before)
             self._record.served.append(self._run)
             if content not in self._known:
                 self._history.violate(f"{self.member} serves what is no version: {content}")
+        if answer is not None:
+            self._before = asked

@@ -54,6 +54,7 @@ class Operator(Caller):
 
     Attributes:
         asks: The member that is asked next; empty: any.
+        only_barriers: Asks for no other applies.
         answers: What was answered to be decided, by number of the apply.
         switches: Applies and rollbacks that were answered with COMMIT.
     """
@@ -63,7 +64,7 @@ class Operator(Caller):
     def __init__(self, site: FleetSite, contents: Contents, history: History, seed: int) -> None:
         first: Any = site.members[MEMBERS[0]]
         super().__init__(first, contents, history, seed, first.server.address)
-        self.asks = ""
+        self.asks, self.only_barriers = "", False
         self.answers: dict[int, str] = {}
         self.switches = 0
         self._members = site.members
@@ -91,14 +92,16 @@ class Operator(Caller):
 
     def rolling(self) -> None:
         """Bring the newest version live on one member after the other."""
-        self._apply(pb.ENGINE_ORDER_ROLLING)
+        self._apply(pb.ENGINE_ORDER_TOGETHER if self.only_barriers else pb.ENGINE_ORDER_ROLLING)
 
     def roll_back(self) -> None:
         """Go back to what was decided before."""
         request = pb.RollbackRequest(
             model=MODEL,
             scope=pb.SCOPE_FLEET,
-            order=self.rng.choice((pb.ENGINE_ORDER_TOGETHER, pb.ENGINE_ORDER_ROLLING)),
+            order=pb.ENGINE_ORDER_TOGETHER
+            if self.only_barriers
+            else self.rng.choice((pb.ENGINE_ORDER_TOGETHER, pb.ENGINE_ORDER_ROLLING)),
             idempotency_key=self._key(),
         )
         self._ask("fleet rollback", lambda stub, s: stub.Rollback(request, timeout=s))

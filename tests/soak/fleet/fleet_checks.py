@@ -25,10 +25,12 @@ class Patience:
     Attributes:
         barrier_s: After a barrier that it was no member of: nobody of it ever may.
         rolling_s: After a rolling apply.
+        unlimited: Members that go on for as long as they do not know; they begin nothing.
     """
 
     barrier_s: float
     rolling_s: float
+    unlimited: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -39,11 +41,13 @@ class Findings:
         undecided_served: A member served an older version than decided for too long.
         mixed_fleet_after_barrier: A member of a barrier served another version than decided.
         violations: A version was served that nobody had decided on yet.
+        begun: A member began to serve what a barrier had left.
     """
 
     undecided_served: list[str] = field(default_factory=list)
     mixed_fleet_after_barrier: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ def judge(record: FleetRecord, patience: Patience) -> Findings:
             for since, number in _granted(run, record.first, applies)
         ]
         _judge_run(run, leaves, found)
+        _judge_start(run, leaves, applies, found)
     return found
 
 
@@ -110,6 +115,7 @@ def _leave(
             ends.append(_Leave(since, by, why, barrier=True))
             continue
         limit_s = patience.barrier_s if apply.kind == "barrier" else patience.rolling_s
+        limit_s = math.inf if run.member in patience.unlimited else limit_s
         ends.append(_Leave(since, by + limit_s, why, barrier=False))
     return min(ends, key=lambda one: one.until)
 
@@ -129,6 +135,30 @@ def _judge_run(run: Served, leaves: list[_Leave], found: Findings) -> None:
         if at >= end:
             return
     _note(run, leaves, at, end, found)
+
+
+def _judge_start(
+    run: Served, leaves: list[_Leave], applies: Sequence[SeenApply], found: Findings
+) -> None:
+    """See that a member begins nothing that a barrier has left, in whatever it stood still.
+
+    Nor what a barrier is about to leave of which it is no member.
+    """
+    barriers = [
+        one
+        for one in applies
+        if one.kind == "barrier" and one.outcome == COMMIT and one.target != run.content
+    ]
+    for barrier in barriers:
+        by = barrier.decisions[-1].by
+        joins = run.member not in barrier.members and run.since > barrier.planned
+        granted = any(leave.since > barrier.decisions[-1].after for leave in leaves)
+        if (run.since > by or joins) and run.begun > run.since and not granted:
+            found.begun.append(
+                f"{run.member} began to serve {run.content[-8:]} after {run.since:.2f}, which "
+                f"barrier {barrier.number} left at {by:.2f}"
+            )
+            return
 
 
 def _note(run: Served, leaves: list[_Leave], at: float, end: float, found: Findings) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.soak.deck import Card, Deck
-from tests.soak.fleet.fleet_site import MEMBERS, ORIGIN
+from tests.soak.fleet.fleet_site import MEMBERS, ORIGIN, UNLIMITED
 
 if TYPE_CHECKING:
     import random
@@ -18,6 +18,11 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "freeze_member": ("a member's server freezes", MEMBERS, "server"),
     "kill_member_in_phase": ("a member's server dies in a phase", MEMBERS, "server"),
     "freeze_member_in_phase": ("a member's server freezes in a phase", MEMBERS, "server"),
+    "freeze_past_lease_in_phase": (
+        "a member freezes until the others have gone on, and finds etcd cut off", (UNLIMITED,),
+        "server",
+    ),
+    "join_in_apply": ("a member comes back in a barrier", (UNLIMITED,), "server"),
     "kill_coordinator": ("a coordinator dies in an apply", MEMBERS, "server"),
     "freeze_coordinator": ("a coordinator freezes in an apply", MEMBERS, "server"),
     "kill_engine": ("a member's engine dies", MEMBERS, "engine"),
@@ -45,6 +50,13 @@ _BEYOND_S = (12.0, 16.0)
 _BEYOND = 1 / 6
 #: Between a host and the fleet's decisions; a fault of anything else outlasts no limit of these.
 _DECIDES = ("server", "etcd link")
+#: Beyond the lease of a member.
+_PAST_LEASE_S = (3.0, 5.0)
+#: What a fault takes of other members.
+_MORE = {
+    "freeze_past_lease_in_phase": tuple(f"{one} etcd link" for one in MEMBERS),
+    "join_in_apply": tuple(f"{one} server" for one in MEMBERS),
+}
 #: Where a member is struck in an apply, and a coordinator.
 _PHASES = ("fleet.prepare", "fleet.pause", "fleet.paused", "fleet.commit", "fleet.committed")
 _STEPS = (
@@ -74,10 +86,14 @@ class Stroke:
         self.seconds = rng.uniform(*self._range(rng.random()))
         points = {"in_phase": _PHASES, "coordinator": _STEPS}
         found = next((p for end, p in points.items() if card.blow.endswith(end)), ("",))
+        if card.blow == "freeze_past_lease_in_phase":
+            found = ("fleet.commit",)
         self.point = rng.choice(found)
         self.choice = rng.random()
 
     def _range(self, chance: float) -> tuple[float, float]:
+        if self.card.blow in _MORE:
+            return _PAST_LEASE_S
         if chance < _BEYOND and self._what in _DECIDES and self.victim != ORIGIN:
             return _BEYOND_S
         return _LONG_S if chance < _LONG else _SHORT_S
@@ -86,7 +102,10 @@ class Stroke:
     def takes(self) -> frozenset[str]:
         """What no other fault may be at meanwhile."""
         asks = {"the operator"} if self.card.blow.endswith("coordinator") else set()
-        return frozenset({f"{self.victim} {self._what}"} | asks)
+        more = _MORE.get(self.card.blow, ())
+        if more:
+            asks.add("the operator")
+        return frozenset({f"{self.victim} {self._what}", *more} | asks)
 
 
 def fleet_deck(rng: random.Random) -> Deck:

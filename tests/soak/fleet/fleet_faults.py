@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
+import grpc
+
+from tests.soak.callers import MODEL
 from tests.support.object_proxy import Fault
 from tests.support.proxy import Faults
+from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterable
 
     from tests.soak.fleet.fleet_callers import Operator
@@ -24,8 +29,14 @@ if TYPE_CHECKING:
 __all__ = ["FleetFaults"]
 
 #: How long a fault waits until somebody comes by, seconds.
-_PATIENCE_S = 20.0
+_PATIENCE_S = 30.0
 _LOOK_S = 0.02
+#: How long a member takes to come, and is alone with what it knows; seconds.
+_JOINS_S, _ALONE_S = 8.0, 3.0
+#: Until a barrier is decided, seconds; its answer comes later.
+_BARRIER_S = 3.0
+#: How often it comes while the others are decided on, and not while they get ready.
+_AT_COMMIT = 0.7
 #: By how much a wall clock is wrong, seconds.
 _HOUR_S, _DECADE_S = 3600, 315360000
 _CLOCKS = 0.3
@@ -38,10 +49,18 @@ class FleetFaults:
         site: The processes.
         operator: Who asks for applies.
         over: The soak ends, and nobody comes by any more.
+        barriers: Returns how many barriers without a member are committed.
     """
 
-    def __init__(self, site: FleetSite, operator: Operator, over: threading.Event) -> None:
+    def __init__(
+        self,
+        site: FleetSite,
+        operator: Operator,
+        over: threading.Event,
+        barriers: Callable[[str], int],
+    ) -> None:
         self._site, self._operator, self._over = site, operator, over
+        self._barriers = barriers
 
     def commit(self, stroke: Stroke) -> bool:
         """Do it all; return whether it has struck."""
@@ -75,6 +94,46 @@ class FleetFaults:
     def freeze_member_in_phase(self, stroke: Stroke) -> bool:
         """Stop a member where it follows an apply."""
         return self._at_point(stroke, "stop", ask=False)
+
+    def freeze_past_lease_in_phase(self, stroke: Stroke) -> bool:
+        """Stop a member before it commits, until the others have gone on without it.
+
+        It finds etcd cut off, so that what it knows is all that it has.
+        """
+        member, others = self._member(stroke), self._others(stroke)
+        self._operator.only_barriers, self._operator.asks = True, others[0].name
+        try:
+            if not self._met(member, f"{stroke.point}=1*stop"):
+                return False
+            time.sleep(stroke.seconds)
+            gone_on = self._asked(others[0], self._barriers_without(stroke.victim))
+            _cut(member.etcd_links, _ALONE_S, lambda: member.send(signal.SIGCONT))
+            return gone_on
+        finally:
+            member.send(signal.SIGCONT)
+            self._operator.only_barriers, self._operator.asks = False, ""
+
+    def join_in_apply(self, stroke: Stroke) -> bool:
+        """Have a member gone, and come back while a barrier gets ready or is being decided."""
+        member, others = self._member(stroke), self._others(stroke)
+        slow, point = others[1], "fleet.prepare"
+        if stroke.choice < _AT_COMMIT:
+            slow, point = others[0], "fleet.decide"
+        member.kill()
+        try:
+            time.sleep(stroke.seconds)
+            self._operator.only_barriers, self._operator.asks = True, others[0].name
+            before = slow.hits()
+            asking = threading.Thread(
+                target=self._asked, args=(others[0], lambda: slow.hits() > before)
+            )
+            asking.start()
+            met = self._met(slow, f"{point}=1*sleep({_JOINS_S:g})")
+        finally:
+            member.start()
+            self._operator.only_barriers, self._operator.asks = False, ""
+        asking.join()
+        return met
 
     def kill_coordinator(self, stroke: Stroke) -> bool:
         """Kill the member that was asked for an apply, in its midst."""
@@ -160,6 +219,50 @@ class FleetFaults:
     def _member(self, stroke: Stroke) -> Member:
         return self._site.members[stroke.victim]
 
+    def _others(self, stroke: Stroke) -> list[Member]:
+        return [one for name, one in self._site.members.items() if name != stroke.victim]
+
+    def _barriers_without(self, member: str) -> Callable[[], bool]:
+        before = self._barriers(member)
+        return lambda: self._barriers(member) > before
+
+    def _asked(self, member: Member, condition: Callable[[], bool]) -> bool:
+        """Ask a member for barriers until something has come, which is returned.
+
+        The operator may be waiting for an answer still.
+        """
+
+        def ask() -> bool:
+            committed, _ = self._operator.history.snapshot()
+            request = pb.ApplyVersionRequest(
+                model=MODEL,
+                version=max(committed),
+                scope=pb.SCOPE_FLEET,
+                order=pb.ENGINE_ORDER_TOGETHER,
+            )
+            with contextlib.suppress(grpc.RpcError):
+                member.server.stub.ApplyVersion(request, timeout=_BARRIER_S)
+            return condition()
+
+        return self._until_over(ask)
+
+    def _until_over(self, condition: Callable[[], bool]) -> bool:
+        """Return whether it has come in the time for which a fault waits."""
+        end = time.monotonic() + _PATIENCE_S
+        while not (found := condition()) and time.monotonic() < end and not self._over.is_set():
+            time.sleep(_LOOK_S)
+        return found
+
+    def _met(self, member: Member, plan: str) -> bool:
+        """Arm a member, and return whether it came by."""
+        before = member.hits()
+        member.arm(plan)
+        self._until_over(lambda: member.hits() > before)
+        member.arm("")
+        # What was met in the last moment counts, too.
+        time.sleep(_LOOK_S)
+        return member.hits() > before
+
     def _kill(self, server: FleetServer, seconds: float, wrapper: Iterable[str] = ()) -> None:
         server.kill()
         time.sleep(seconds)
@@ -167,18 +270,12 @@ class FleetFaults:
 
     def _at_point(self, stroke: Stroke, action: str, *, ask: bool) -> bool:
         member = self._member(stroke)
-        before, end = member.hits(), time.monotonic() + _PATIENCE_S
-        member.arm(f"{stroke.point}=1*{action}")
         if ask:
             self._operator.asks = stroke.victim
-        while member.hits() == before and time.monotonic() < end and not self._over.is_set():
-            time.sleep(_LOOK_S)
-        member.arm("")
+        met = self._met(member, f"{stroke.point}=1*{action}")
         if ask:
             self._operator.asks = ""
-        # What was met in the last moment counts, too.
-        time.sleep(_LOOK_S)
-        if member.hits() == before:
+        if not met:
             return False
         time.sleep(stroke.seconds)
         if action == "stop":
@@ -205,11 +302,14 @@ class FleetFaults:
         self._site.store.fault = before
 
 
-def _cut(links: Iterable[FaultProxy], seconds: float) -> None:
+def _cut(
+    links: Iterable[FaultProxy], seconds: float, then: Callable[[], None] = lambda: None
+) -> None:
     chosen = list(links)
     for link in chosen:
         link.faults = Faults(refuse=True)
         link.cut()
+    then()
     time.sleep(seconds)
     for link in chosen:
         link.faults = Faults()

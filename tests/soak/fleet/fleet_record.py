@@ -5,6 +5,7 @@ All times are of one monotonic clock, that of the process that looks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 __all__ = ["FleetRecord", "SeenApply", "SeenDecision", "Served"]
@@ -41,6 +42,7 @@ class SeenApply:
         needed: How many COMMITs it takes.
         decisions: In order.
         rollback: Whether it rejects what it leaves.
+        planned: When its plan had been seen.
     """
 
     number: int
@@ -50,6 +52,7 @@ class SeenApply:
     needed: int
     decisions: tuple[SeenDecision, ...] = ()
     rollback: bool = False
+    planned: float = math.inf
 
     @property
     def outcome(self) -> str:
@@ -77,12 +80,14 @@ class Served:
         content: Content digest.
         begun: When the first answer had come.
         ended: When the last one was asked for.
+        since: It began to later than this: here was asked for the last answer that told otherwise.
     """
 
     member: str
     content: str
     begun: float
     ended: float
+    since: float = -math.inf
 
 
 @dataclass

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["FleetServer", "FleetSite", "Member"]
 
 MEMBERS = ("m0", "m1", "m2")
+#: Serves on without the register: nothing but what it reads keeps it from what was left.
+UNLIMITED = "m2"
 ORIGIN = "origin"
 FLEET, PREFIX = "soak", "weightsync"
 STORE = "s3://weights/prod"
@@ -39,7 +41,7 @@ _COMMON = ("--fetchers", "1", "--slots", "3", "--memory-bytes", "64000000", "--m
 #: What is behind a barrier or any rolling apply is never served for long: no skew is allowed.
 _MEMBER = (
     "--follow-interval-s", "0.3", "--undecided-limit-s", f"{UNDECIDED_S:g}",
-    "--max-age-s", f"{MAX_AGE_S:g}", "--max-skew", "0", "--member-ttl-s", "1",
+    "--max-skew", "0", "--member-ttl-s", "1",
     "--pause-lease-s", "5", "--commit-timeout-s", "5", "--prepare-timeout-s", "15",
 )  # fmt: skip
 
@@ -149,7 +151,8 @@ class Member(FleetServer):
         addresses = ",".join(link.address for link in self.etcd_links)
         register = f"etcd://{addresses}/{PREFIX}"
         fleet = ("--fleet", FLEET, "--fleet-register", register, "--fleet-member", name)
-        super().__init__(name, folder, [*_MEMBER, *fleet, *flags], variables)
+        limit = () if name == UNLIMITED else ("--max-age-s", f"{MAX_AGE_S:g}")
+        super().__init__(name, folder, [*_MEMBER, *limit, *fleet, *flags], variables)
         self.server.run_dir.mkdir()
         self.engine = MemoryEngineProcess(self.server.run_dir)
 

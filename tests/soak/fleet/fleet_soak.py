@@ -23,7 +23,14 @@ from tests.soak.fleet.fleet_end import FleetEnd
 from tests.soak.fleet.fleet_faults import FleetFaults
 from tests.soak.fleet.fleet_injector import FleetInjector
 from tests.soak.fleet.fleet_record import COMMIT, FleetRecord
-from tests.soak.fleet.fleet_site import FLEET, MAX_AGE_S, PREFIX, UNDECIDED_S, FleetSite
+from tests.soak.fleet.fleet_site import (
+    FLEET,
+    MAX_AGE_S,
+    PREFIX,
+    UNDECIDED_S,
+    UNLIMITED,
+    FleetSite,
+)
 from tests.soak.history import History
 
 if TYPE_CHECKING:
@@ -35,7 +42,7 @@ __all__ = ["soak_fleet"]
 
 #: What a fence takes beyond its limit, on a machine that is busy; seconds.
 _SLACK_S = 2.0
-PATIENCE = Patience(UNDECIDED_S + _SLACK_S, MAX_AGE_S + _SLACK_S)
+PATIENCE = Patience(UNDECIDED_S + _SLACK_S, MAX_AGE_S + _SLACK_S, frozenset({UNLIMITED}))
 #: So many faults, then none until the fleet has come to one version, and a moment longer.
 _BETWEEN_CALMS = 15
 _CALM_S = 3.0
@@ -69,7 +76,7 @@ class FleetSoak:
             for name, one in site.members.items()
         ]
         self._calls_over, self._over = threading.Event(), threading.Event()
-        faults = FleetFaults(site, self.operator, self._calls_over)
+        faults = FleetFaults(site, self.operator, self._calls_over, self._barriers_without)
         self.injector = FleetInjector(faults.commit, history, random.Random(seed))
         self.end = FleetEnd(site, history, record, self.trainer)
         self.calms = 0
@@ -110,6 +117,11 @@ class FleetSoak:
     def verdicts(self, verdict: str) -> int:
         """Return how many applies ended so."""
         return sum(one.outcome == verdict for one in list(self.record.applies.values()))
+
+    def _barriers_without(self, member: str) -> int:
+        applies = list(self.record.applies.values())
+        barriers = [one for one in applies if one.kind == "barrier" and one.outcome == COMMIT]
+        return sum(member not in one.members for one in barriers)
 
     def _strike(self, end: float) -> None:
         dealt = 0
@@ -173,6 +185,7 @@ class FleetSoak:
             f"{len(self.history.committed)} versions, {self.verdicts(COMMIT)} commits, "
             f"{self.verdicts('ABORT')} aborts; undecided {len(found.undecided_served)}, "
             f"mixed {len(found.mixed_fleet_after_barrier)}, "
+            f"began what was left {len(found.begun)}, "
             f"violations {len(found.violations) + len(self.history.violations)}, "
             f"lost {len(self.history.lost)}",
             flush=True,
@@ -219,7 +232,7 @@ def _report(soak: FleetSoak, seed: int, seconds: float, share: float) -> int:
     print("kinds of faults:")
     for kind, (text, *_) in KINDS.items():
         print(f"{injector.struck[kind]:6d}  {text}; missed {injector.missed[kind]}")
-    violations = [*history.violations, *found.violations]
+    violations = [*history.violations, *found.violations, *found.begun]
     wrong = [*found.mixed_fleet_after_barrier, *found.undecided_served, *violations]
     for text in wrong[:_SHOWN]:
         print(f"VIOLATION: {text}")

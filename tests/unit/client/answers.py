@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 
 from weightsync.delta import apply_change, parse_shard
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.digest import tensor_digest
+from weightsync.model.digest import signature_of, tensor_digest
 from weightsync.model.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
@@ -138,6 +138,8 @@ class Answers(pb_grpc.WeightSyncServicer):
         self.engines: list[pb.EngineReport] = []
         self.live = 0
         self.epoch = 0
+        #: What the engine holds: dtype and shape by name; None: as of an older server.
+        self.layout: dict[str, tuple[str, tuple[int, ...]]] | None = None
         self.watchers: list[queue.SimpleQueue[Any]] = []
         self.rewrite: Callable[[bytes], bytes] = lambda data: data
 
@@ -216,6 +218,26 @@ class Answers(pb_grpc.WeightSyncServicer):
             version=self._info(upload),
             tensors=page,
             next_page_token=str(begin + size) if more else "",
+        )
+
+    def GetEngineLayout(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
+        if self.layout is None:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not implemented!")
+        self.note("GetEngineLayout", request, context)
+        held = sorted((self.layout or {}).items())
+        signature = signature_of((name, *kind) for name, kind in held) if held else ""
+        if request.known_signature == signature:
+            return pb.GetEngineLayoutResponse(signature=signature)
+        # Pages of two tensors.
+        of, _, position = request.page_token.partition(".")
+        begin = int(position) if of == signature and of else 0
+        return pb.GetEngineLayoutResponse(
+            signature=signature,
+            tensors=[
+                pb.EngineTensor(name=name, dtype=dtype, shape=shape)
+                for name, (dtype, shape) in held[begin : begin + 2]
+            ],
+            next_page_token=f"{signature}.{begin + 2}" if len(held) > begin + 2 else "",
         )
 
     def PullWeights(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC

@@ -126,6 +126,26 @@ def test_status_without_vllm_names_no_version_of_it(run: Run) -> None:
             "version 1 is the one that a rollback uses; delete it with --force if it may go",
         ),
         (
+            "call acquire_epoch() (`weightsync epoch`), or give epoch=5 if this belongs to it",
+            "run `weightsync epoch`, or give --epoch 5 if this belongs to it",
+        ),
+        (
+            "version 7 is damaged; name another one with base=, or push all tensors",
+            "version 7 is damaged; name another one with --keep, or push all tensors",
+        ),
+        (
+            "give pause.wait_timeout up to 5 s, use order ROLLING, or raise undecided_limit_s",
+            "give --wait-timeout up to 5 s, use --order rolling, or raise undecided_limit_s",
+        ),
+        (
+            "convert tensor 'w' to BF16, or push without dtype='exact' to have that done",
+            "convert tensor 'w' to BF16, or push without --dtype exact to have that done",
+        ),
+        (
+            "restore finite weights, or push without check_finite: element 5",
+            "restore finite weights, or push without --check-finite: element 5",
+        ),
+        (
             "reader may not call ApplyVersion; use Rollback",
             "reader may not call `weightsync apply`; use `weightsync rollback`",
         ),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import subprocess
 import sys
@@ -36,6 +37,8 @@ from weightsync_client import (
 )
 from weightsync_client.rpc.channels import Link
 from weightsync_client.source.shards import file_shard
+from weightsync_client.source.source import make_source
+from weightsync_client.source.tensors import Scratch
 
 PUBLIC = [
     "AbortedError",
@@ -55,6 +58,7 @@ PUBLIC = [
     "DeadlineError",
     "Declared",
     "DeniedError",
+    "DiskStatus",
     "Durability",
     "EngineChoices",
     "EngineOrder",
@@ -457,8 +461,40 @@ def test_a_file_that_was_cut_is_to_be_copied_again(tmp_path: Path) -> None:
 def test_a_folder_with_the_same_tensor_twice_is_refused(client: Client, tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_file({"w": np.zeros(1)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(InvalidError, match='"w" is in the version twice'):
+    with pytest.raises(
+        InvalidError, match=r'"w" is in the version twice, in "a.safetensors" and in "b.saf'
+    ):
         client.push(tmp_path)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_tensor_that_the_index_tells_and_its_file_lacks_is_refused(
+    client: Client, servicer: Any, tmp_path: Path, *, partial: bool
+) -> None:
+    for name in ("a", "b"):
+        save_file({name: np.zeros(1)}, tmp_path / f"{name}.safetensors")
+    weight_map = {"a": "a.safetensors", "b": "b.safetensors", "c": "b.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(InvalidError, match=r'json places "c" in "b.saf.*", which does not hold it'):
+        client.push(tmp_path, partial=partial)
+    assert not servicer.uploads
+
+
+def test_the_index_settles_a_stale_copy(client: Client, servicer: Any, tmp_path: Path) -> None:
+    save_file({"w": np.full(2, 1.0)}, tmp_path / "a.safetensors")
+    save_file({"v": np.full(2, 2.0), "w": np.full(2, 9.0)}, tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for holder, wanted in (("a", 1.0), ("b", 9.0)):
+        index.write_text(
+            json.dumps({"weight_map": {"w": f"{holder}.safetensors", "v": "b.safetensors"}})
+        )
+        source = make_source(tmp_path, 1 << 20)
+        found = {t.name: np.frombuffer(t.reader(Scratch())(0, t.size)) for t in source.tensors}
+        assert found["w"].tolist() == [wanted] * 2
+        assert found["v"].tolist() == [2.0] * 2
+        client.push(tmp_path)
+    assert servicer.uploads
 
 
 def test_the_index_tells_which_files_belong_together(

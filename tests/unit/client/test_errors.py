@@ -114,6 +114,17 @@ def test_transport_errors_name_address_and_remedy() -> None:
     )
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
+def test_a_way_through_a_proxy_is_told(
+    code: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://user:secret@proxy.example:3128")
+    message = convert(FakeRpcError(code, "refused")).message
+    assert "through the proxy proxy.example:3128 (https_proxy); add host to no_proxy" in message
+    monkeypatch.setenv("no_proxy", "host")
+    assert "proxy" not in convert(FakeRpcError(code, "refused")).message
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_no_sentence_names_a_call_of_the_protocol(code: grpc.StatusCode) -> None:
     calls = [method.name for method in pb.DESCRIPTOR.services_by_name["WeightSync"].methods]

@@ -46,6 +46,17 @@ async def test_the_wall_clock_moves_no_lease(monkeypatch: pytest.MonkeyPatch) ->
     assert ended == []
 
 
+async def test_a_lease_runs_out_while_its_host_is_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks = Clocks.over(monkeypatch)
+    lease = PauseLease(lambda _: None)
+    present = lease.take(60, FENCING)
+    clocks.suspended += 60
+    assert _refused(lease, present)
+    lease.drop()
+
+
 async def test_a_lease_that_ran_out_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks.over(monkeypatch)
     lease = PauseLease(lambda _: None)

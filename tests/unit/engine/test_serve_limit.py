@@ -44,6 +44,22 @@ async def test_each_word_moves_the_limit_and_the_wall_clock_does_not(
     assert ends.count == 0
 
 
+async def test_it_runs_out_while_the_host_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, ends = Clocks.over(monkeypatch), Ends()
+    ends.limit.move(60)
+    ends.limit.check()
+    assert ends.count == 0
+    # The timer of the loop stands still meanwhile.
+    clocks.suspended += 60
+    assert ends.over()
+    for _ in range(2):
+        ends.limit.check()
+        assert ends.count == 1
+    ends.limit.move(60)
+    assert (ends.count, ends.over()) == (1, False)
+    ends.limit.drop()
+
+
 async def test_time_that_ran_out_unnoticed_is_over_before_more_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

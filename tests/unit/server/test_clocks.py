@@ -55,7 +55,7 @@ async def test_no_push_lease_or_bound_ends_early_or_late(
     tmp_path: Path, clocks: Clocks, jump: float
 ) -> None:
     bounds = DeadlineMonitor()
-    async with world(tmp_path, limits={"resume_timeout_s": 0.4}) as here:
+    async with world(tmp_path, limits={"resume_timeout_s": 1.5}) as here:
         await here.push(simple(1), 1)
         push = await here.pushes.begin(begin(version=2, shard_count=1), 1)
         with await here.model.stager.stage(1, 5), bounds.within("it", 10):

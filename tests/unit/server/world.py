@@ -176,6 +176,7 @@ class Counts:
     phases: dict[str, list[float]] = field(default_factory=dict)
     pushes: dict[str, int] = field(default_factory=dict)
     received: int = 0
+    cast: int = 0
     deltas: list[DeltaCounts] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
 
@@ -190,6 +191,9 @@ class Counts:
 
     def count_delta(self, counts: DeltaCounts) -> None:
         self.deltas.append(counts)
+
+    def count_cast(self, tensors: int) -> None:
+        self.cast += tensors
 
     def count_fallback(self, reason: str) -> None:
         self.fallbacks.append(reason)

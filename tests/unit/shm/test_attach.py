@@ -31,7 +31,8 @@ class _Desk:
         self.ended = 0
         self.refusal: WeightSyncError | None = None
 
-    def redeem(self, secret: str) -> HandedOut:
+    def redeem(self, secret: str, pidfd: int) -> HandedOut:
+        os.fstat(pidfd)
         if secret != "good":
             raise WeightSyncError(Reason.PERMISSION_DENIED, "opens nothing")
         files = []
@@ -41,6 +42,9 @@ class _Desk:
             files.append((name, len(data), fd))
         files.append((MEMORY, self.segment.capacity, self.segment.lend()))
         return HandedOut(7, "c" * 32, [files])
+
+    def write(self, transaction: str) -> HandedOut:
+        raise WeightSyncError(Reason.APPLY_RESTORED, f"{transaction} is not open")
 
     def check(self) -> None:
         if self.refusal is not None:

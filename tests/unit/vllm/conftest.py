@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,9 +13,10 @@ from tests.support.staging import Staging
 from weightsync.model.layout import check_shard, check_version, parse_header
 from weightsync.model.manifest import ShardEntry
 from weightsync.vllm.cuda.uploader import Uploader
+from weightsync.vllm.plan.load_watch import watch_loading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from weightsync.model.manifest import Layout
@@ -119,3 +121,24 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
     stage = Staging(tmp_path / "segments.sock")
     yield stage
     stage.close()
+
+
+def watched_load(kind: Callable[[], Any], tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a model that was loaded as vLLM does it, before the eyes of our plugin.
+
+    Args:
+        kind: Makes it. What it has of a method `process` is called when it was loaded.
+        tensors: Its checkpoint.
+    """
+
+    class BaseModelLoader:
+        def load_model(self) -> Any:
+            model = loaders.initialize_model()
+            with torch.no_grad():
+                model.load_weights(iter(tensors.items()))
+                getattr(model, "process", bool)()
+            return model
+
+    loaders = SimpleNamespace(initialize_model=kind, BaseModelLoader=BaseModelLoader)
+    watch_loading(loaders)
+    return loaders.BaseModelLoader().load_model()

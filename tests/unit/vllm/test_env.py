@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
+import numpy as np
 import pytest
+from safetensors.numpy import load, save_file
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
@@ -128,6 +130,45 @@ def test_files_of_the_index_are_offered_and_no_others(tmp_path: Path) -> None:
     server.close()
 
 
+def test_the_copy_is_offered_that_vllm_reads_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # By their numbers, as vLLM reads them, which looks at no entry of the index.
+    early, late = "model-2.safetensors", "model-10.safetensors"
+    for name, tensors in ((early, {"x": 1.0, "w": 5.0}), (late, {"x": 9.0, "y": 2.0})):
+        arrays = {key: np.full(3, value, np.float32) for key, value in tensors.items()}
+        save_file(arrays, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    # That a file lacks what the index tells of it is no reason to fence an engine that serves.
+    weight_map = {"x": early, "w": early, "y": late, "z": late}
+    server = SegmentServer(tmp_path / "s.sock")
+    for text in (json.dumps({"weight_map": weight_map}), None):
+        index.unlink(missing_ok=True)
+        if text:
+            index.write_text(text)
+        offer = server.expect_offer("o")
+        assert sorted(offer_files(_config(tmp_path), str(tmp_path / "s.sock"), "o")) == [
+            late,
+            early,
+        ]
+        found = {}
+        for name, size, fd in offer.result(5):
+            found[name] = {key: each[0] for key, each in load(os.pread(fd, size, 0)).items()}
+            os.close(fd)
+        assert found == {early: {"w": 5.0}, late: {"x": 9.0, "y": 2.0}}
+    logged = " ".join(record.message for record in caplog.records)
+    assert f'places "z" in "{late}", which does not hold it' in logged
+    assert (
+        f'in "{late}" and in "{early}", is taken from "{late}", as the order in which vLLM'
+        in logged
+    )
+    index.write_text("{")
+    with pytest.raises(WeightSyncError, match=r"checkpoint cannot be read.*is no index") as refused:
+        offer_files(_config(tmp_path), str(tmp_path / "s.sock"), "o")
+    assert refused.value.reason is Reason.ENGINE_REFUSED
+    server.close()
+
+
 def test_mistral_format_is_chosen_as_vllm_does(tmp_path: Path) -> None:
     for name in ("consolidated.safetensors", "model.safetensors"):
         (tmp_path / name).touch()
@@ -233,3 +274,13 @@ def test_where_the_server_is(text: str) -> None:
 def test_where_no_server_can_be(text: str, wrong: str) -> None:
     with pytest.raises(ValueError, match=f"WEIGHTSYNC_HTTP is .*{wrong}"):
         EngineSettings.load({"WEIGHTSYNC_HTTP": text})
+
+
+@pytest.mark.parametrize(("text", "partial"), [("", False), ("0", False), (" 1 ", True)])
+def test_an_update_may_be_a_part_where_that_is_asked_for(text: str, *, partial: bool) -> None:
+    assert EngineSettings.load({"WEIGHTSYNC_UPDATE_PARTIAL": text}).update_partial is partial
+
+
+def test_a_wrong_switch_for_parts_is_named() -> None:
+    with pytest.raises(ValueError, match="WEIGHTSYNC_UPDATE_PARTIAL is 'yes'; set it to 1 or 0"):
+        EngineSettings.load({"WEIGHTSYNC_UPDATE_PARTIAL": "yes"})

@@ -1,4 +1,4 @@
-"""A server that dies in the pause of a real vLLM, and what the end of its lease leaves behind.
+"""A server that dies in the pause of a real vLLM, or has to do with a second one on it.
 
 The pause is taken by a process of its own,
 by the client that the server uses, so that it can be killed in it and nothing else happens.
@@ -14,6 +14,7 @@ import time
 import pytest
 
 from tests.support.faulty_site import FaultySite
+from tests.support.weightsync_server import WeightSyncServer
 from weightsync.v1 import weightsync_pb2 as pb
 
 pytestmark = [
@@ -128,3 +129,25 @@ def test_a_pause_that_resumes_goes_on_without_a_server(site: FaultySite) -> None
     assert order.end() == 480
     site.server.start()
     assert site.recover() == site.content[live]
+
+
+def test_a_second_server_is_refused_while_vllm_answers_and_the_first_one_applies(
+    site: FaultySite,
+) -> None:
+    engine = f"--engine=unix:{site.vllm.engine_socket}"
+    second = WeightSyncServer(site.root / "run2", site.root / "state2", flags=[engine])
+    assert site.server.process is not None
+    try:
+        second.start()
+        refused = ""
+        while "name another engine here" not in refused:
+            site.apply(site.push("b"))
+            assert site.ask() == "b"
+            refused = (
+                second.stub.GetStatus(pb.GetStatusRequest(), timeout=5).models[0].engine.reason
+            )
+        assert f"pid {site.server.process.pid}, run_dir {site.server.run_dir}" in refused
+    finally:
+        second.kill()
+    live = site.server.wait_serving().live_version
+    assert site.ask() == site.content[live]

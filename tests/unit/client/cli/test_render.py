@@ -9,6 +9,7 @@ import pytest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.cli import render
 from weightsync_client.rpc import convert
+from weightsync_client.types import PushResult
 
 if TYPE_CHECKING:
     from weightsync.v1.weightsync_pb2 import LayoutCheck
@@ -29,6 +30,16 @@ def test_unchecked_is_shown_of_versions_and_pushes(
     out = capsys.readouterr().out
     assert ("unchecked" in out) is shown
     assert "apply a1 in progress" in out
+
+
+def test_a_full_disk_is_shown_with_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    room = pb.DiskStatus(folder="state", path="/s", free_bytes=3 * 10**9, used_bytes=10**6)
+    full = pb.DiskStatus(folder="store", path="/d", used_bytes=500, error="free space there")
+    render.show_status(convert.to_status(pb.GetStatusResponse(disks=[room, full])))
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  disk of state (/s): 3.0 GB free, 1.0 MB used",
+        "  disk of store (/d): 0 B free, 500 B used; FULL: free space there",
+    ]
 
 
 def _shown(rank: pb.RankResult, capsys: pytest.CaptureFixture[str]) -> str:
@@ -182,3 +193,41 @@ def test_a_proof_shows_what_each_engine_holds(capsys: pytest.CaptureFixture[str]
         "engine e1: every rank does NOT hold version 7",
         "  rank 0/0/0: no whole version : differs in a",
     ]
+
+
+def test_a_push_does_not_tell_that_the_command_before_was_another_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts: dict[str, Any] = {"size_bytes": 6, "tensor_count": 3, "sent_bytes": 6, "seconds": 1.0}
+    pushed = PushResult(
+        4, "c", "m", durable=True, already=False, other_run="h-1", other_version=3, **facts
+    )
+    render.show_push(pushed)
+    assert "h-1" not in capsys.readouterr().out
+
+
+def _run(name: str, versions: int, newest: int, **fields: bool) -> pb.ClientRun:
+    return pb.ClientRun(client_run=name, versions=versions, newest_version=newest, **fields)
+
+
+def test_runs_of_one_version_are_shown_when_they_are_the_newest_or_have_the_epoch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # As a shell loop makes them.
+    singles = [_run(f"r{number}", 1, number) for number in (9, 8, 7)]
+    assert not [line for line in _status(capsys, client_runs=singles) if " run " in line]
+    runs = [*singles, _run("loop", 3, 6), _run("owner", 1, 3, has_epoch=True)]
+    assert [line for line in _status(capsys, client_runs=runs) if " run " in line] == [
+        "  run r9: 1 versions, newest 9",
+        "  run loop: 3 versions, newest 6",
+        "  run owner: 1 versions, newest 3, has the epoch",
+    ]
+
+
+def test_a_push_shows_what_was_cast(capsys: pytest.CaptureFixture[str]) -> None:
+    facts: dict[str, Any] = {"size_bytes": 6, "tensor_count": 3, "sent_bytes": 6, "seconds": 1.0}
+    for cast in (0, 2):
+        pushed = PushResult(4, "c", "m", durable=True, already=False, cast=cast, **facts)
+        render.show_push(pushed)
+        shown = capsys.readouterr().out
+        assert ("cast to what the engine has: 2 tensors" in shown) is bool(cast)

@@ -436,7 +436,7 @@ def test_the_next_weight_sync_goes_on_after_one_that_failed(
     manager = make()
     _refuse(servicer, "CommitPush", WeightSyncError(Reason.DISK_EXHAUSTED, "the store is full"))
     for engine in manager.rollout.engines:
-        engine._timeout_s = 0.5
+        engine._timeout_s = 1.5
     with pytest.raises(ClientError, match="the store is full"):
         manager.sync(1)
     manager.join()
@@ -471,7 +471,7 @@ def test_a_refused_apply_tells_the_version(
 def test_an_error_of_the_weights_is_raised_as_it_is(
     make: Callable[..., _Manager], servicer: _Server
 ) -> None:
-    manager = make(fails_at=2, timeout_s=0.5)
+    manager = make(fails_at=2, timeout_s=1.5)
     with pytest.raises(ValueError, match="the gather failed"):
         manager.sync(1)
     assert [type(error) for error in manager.join()] == [ValueError] * ACTORS

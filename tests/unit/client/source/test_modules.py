@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel
 
 from weightsync_client import InvalidError
 from weightsync_client.source.modules import module_tensors
@@ -72,6 +73,9 @@ def test_wrappers_leave_no_trace_in_the_names() -> None:
         _compiled(torch.nn.parallel.DistributedDataParallel(model)),
         torch.nn.parallel.DistributedDataParallel(_compiled(model)),
         torch.nn.DataParallel(model),
+        AveragedModel(model),
+        torch.nn.parallel.DistributedDataParallel(AveragedModel(model)),
+        AveragedModel(_compiled(model)),
     ):
         assert set(module_tensors(wrapped)) == PLAIN
 

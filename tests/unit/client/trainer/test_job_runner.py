@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from weightsync.errors import Reason
+from weightsync_client import ClientError
 from weightsync_client.trainer import Progress
 from weightsync_client.trainer.failure import UserClassError
 from weightsync_client.trainer.job_runner import JobRunner, TrainOrder
@@ -66,7 +68,9 @@ class _Run:
         kind.made = 0
         self.kind = kind
         self.notices: list[dict[str, Any]] = []
-        self.attached = SimpleNamespace(version=1, content_digest="aa")
+        self.attached = SimpleNamespace(
+            version=1, content_digest="aa", settle_transaction=lambda: None
+        )
         self.runner = JobRunner(kind, self.attached, self.notices.append)  # type: ignore[arg-type]  # as much of it as is used
         self.order = TrainOrder("job", 4, "dd", "keep", "", f"{folder}/new-")
         self.cancelled = threading.Event()
@@ -240,3 +244,94 @@ def test_a_class_that_cannot_be_set_up_is_told_at_each_try(
             run.runner.reset()
         assert "setup of the trainer's class raised MemoryError" in run.train(steps=1)["error"]
     assert "error" not in run.train(steps=1)
+
+
+class _Background:
+    """What a transaction in the background does to `attached`, once somebody waits for it."""
+
+    def __init__(self, attached: Any) -> None:
+        self.attached, self.fails, self.open = attached, False, False
+
+    def settle(self) -> None:
+        if self.open:
+            self.open = False
+            if self.fails:
+                raise ClientError(Reason.APPLY_RESTORED, "was put back")
+            self.attached.version += 1
+
+
+class _InBackground(_Class):
+    def train(self, request: dict[str, Any], cancelled: threading.Event) -> Iterator[Any]:
+        for step in range(request["steps"]):
+            self.count += 1
+            self.attached.background.fails = request.get("fail") == step
+            self.attached.background.open = True
+            if request.get("raise") == step:
+                raise ZeroDivisionError
+            if request.get("cancel") == step:
+                cancelled.set()
+            yield Progress(step)
+
+
+@pytest.fixture
+def background(tmp_path: Path) -> _Run:
+    run = _Run(tmp_path, _InBackground)
+    run.attached.background = _Background(run.attached)
+    run.attached.settle_transaction = run.attached.background.settle
+    return run
+
+
+def test_a_state_is_that_of_the_version_that_comes_of_it(background: _Run, tmp_path: Path) -> None:
+    answer = background.train(steps=2)
+    assert [notice["version"] for notice in background.told("step")] == [5, 6]
+    assert (answer["version"], answer["committed"]) == (6, 6)
+    assert {path.name: (path / "count").read_text() for path in tmp_path.iterdir()} == {
+        "new-5": "1",
+        "new-6": "2",
+    }
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_version_that_was_put_back_is_the_end_of_its_own_job(background: _Run, last: int) -> None:
+    answer = background.train(steps=last, fail=last - 1)
+    assert answer["reason"] == Reason.TRAINER_FAILED.value
+    assert "was put back" in answer["error"]
+    assert (answer["version"], answer["committed"]) == (3 + last, 5 * (last == 2))
+    assert "error" not in background.train(steps=1)
+
+
+@pytest.mark.parametrize("how", ["raise", "cancel"])
+def test_a_job_that_ends_early_names_what_its_transaction_came_to(
+    background: _Run, how: str
+) -> None:
+    answer = background.train(None, steps=2, **{how: 0})
+    assert (answer["version"], answer["committed"]) == (5, 5)
+    assert not background.attached.background.open
+    background.cancelled.clear()
+    # What fails when all is over is still this job's.
+    answer = background.train(replace(background.order, version=5), steps=2, fail=0, **{how: 0})
+    assert answer["reason"] in {Reason.TRAINER_FAILED.value, Reason.CANCELLED.value}
+    assert answer["committed"] == 0
+    background.cancelled.clear()
+    assert "error" not in background.train(steps=1)
+
+
+class _MuteError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "kind", [_MuteError, type("_Silent", (_MuteError,), {"__repr__": _MuteError.__str__})]
+)
+def test_an_error_that_cannot_say_what_it_is_fails_its_job(
+    run: _Run, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def train(*_: object) -> None:
+        raise kind
+
+    monkeypatch.setattr(_Class, "train", train)
+    answer = run.train(steps=1)
+    assert answer["reason"] == Reason.TRAINER_FAILED.value
+    assert f"{kind.__name__}: its text raised SystemExit" in answer["error"]
+    assert "in train" in answer["metadata"]["traceback"]

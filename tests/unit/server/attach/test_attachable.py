@@ -10,6 +10,7 @@ import pytest
 from weightsync.engine import ATTACH
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.attach.attachable import check_attachable
+from weightsync_server.engine.worker_reports import NoPlan
 
 
 def _session(
@@ -18,7 +19,8 @@ def _session(
     why: str = "",
 ) -> Any:
     info = SimpleNamespace(ranks=ranks, capabilities=capabilities)
-    return SimpleNamespace(info=info, loads=SimpleNamespace(why=why) if why else None)
+    loads = SimpleNamespace(no_plan=NoPlan(why, "serve the model on a GPU")) if why else None
+    return SimpleNamespace(info=info, loads=loads)
 
 
 def test_ranks_of_one_replica_hand_out_their_memory() -> None:
@@ -31,7 +33,7 @@ def test_ranks_of_one_replica_hand_out_their_memory() -> None:
     [
         (_session(("0/0/0", "1/0/0")), "start vLLM without --data-parallel-size"),
         (_session(capabilities=frozenset()), "install the same release on both sides"),
-        (_session(why="vLLM computes w"), r"\(vLLM computes w\).*push versions of it"),
+        (_session(why="vLLM computes w"), r"push versions of this model .*\(vLLM computes w\)"),
     ],
 )
 def test_others_are_refused_in_words(session: Any, said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,20 @@ import pytest
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.attach_server import HandedOut
+from weightsync.shm.live_views import HANDLES
+from weightsync.v1 import attach_pb2 as pb
 from weightsync.wire.peer_server import PeerCredentials
 from weightsync_server.attach import attachments
 from weightsync_server.attach.attach_metrics import AttachMetrics
-from weightsync_server.attach.attachments import Attachment, Attachments
+from weightsync_server.attach.attachments import MOST_OFFERS, Attachment, Attachments
+from weightsync_server.attach.in_place import InPlace
+from weightsync_server.attach.open_blocks import OpenBlocks
+from weightsync_server.engine.quarantine import QuarantinedLeases
+from weightsync_server.engine.worker_reports import RankState, read_state
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 _PEER = PeerCredentials(1, 2)
@@ -30,6 +37,10 @@ class _Checks:
     def __init__(self) -> None:
         self.writers: dict[object, str] = {}
         self.owed: list[object] = []
+        self.watched = False
+
+    def watch(self) -> None:
+        self.watched = True
 
     def owe(self, live: object) -> None:
         self.owed.append(live)
@@ -59,27 +70,27 @@ async def _until(true: Callable[[], bool]) -> None:
     raise AssertionError
 
 
-async def test_what_is_live_is_compared_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachments, "CHECK_S", 0.01)
-    attachment, session, checks, _ = _made()
-    found = attachment.begin()
+async def test_who_has_the_memory_is_watched() -> None:
+    attachment, session, checks, fd = _made()
+    found = attachment.take()
     assert found is not None
-    found.close()
+    assert found.attachment == attachment.token
+    attachment.begin()
+    assert checks.watched
     assert attachment in checks.writers
-    await _until(lambda: len(checks.owed) >= 3)
     session.live = None
-    count = len(checks.owed)
-    await asyncio.sleep(0.05)
+    attachment.begin()
     # Of an engine that was started anew nothing is asked for.
-    assert len(checks.owed) == count
+    assert checks.owed == ["live"]
     with pytest.raises(WeightSyncError, match="started anew"):
         attachment.check()
     attachment.drop()
     assert not checks.writers
+    os.close(fd)
 
 
 async def test_one_comparison_comes_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    attachment, _, checks, fd = _made()
+    attachment, _, checks, _ = _made()
     attachment.begin()
     assert checks.owed == ["live"]
     monkeypatch.setattr(attachments, "CHECK_S", 0.05)
@@ -88,11 +99,10 @@ async def test_one_comparison_comes_after_the_end(monkeypatch: pytest.MonkeyPatc
     # What that finds is still the trainer's.
     assert attachment in checks.writers
     await _until(lambda: not checks.writers)
-    os.close(fd)
 
 
 async def test_what_was_written_outside_a_transaction_is_said_to_the_trainer() -> None:
-    attachment, _, checks, fd = _made()
+    attachment, _, checks, _ = _made()
     attachment.begin()
     attachment.check()
     checks.writers[attachment] = "w was written"
@@ -100,14 +110,13 @@ async def test_what_was_written_outside_a_transaction_is_said_to_the_trainer() -
         attachment.check()
     assert caught.value.reason is Reason.ENGINE_REFUSED
     attachment.drop()
-    os.close(fd)
 
 
 async def test_what_nobody_fetches_is_closed() -> None:
     attachment, _, checks, fd = _made()
     attachment.expire_in(0.01)
     await _until(lambda: not _is_open(fd))
-    assert attachment.begin() is None
+    assert attachment.take() is None
     assert not checks.owed
 
 
@@ -115,7 +124,7 @@ async def test_what_nobody_fetches_is_closed() -> None:
 async def those(tmp_path: Path) -> Attachments:
     made: Any = Attachments
     result: Attachments = made(
-        SimpleNamespace(), None, tmp_path / "a.sock", AttachMetrics(Metrics("m"))
+        SimpleNamespace(), None, tmp_path / "a.sock", AttachMetrics(Metrics("m")), OpenBlocks()
     )
     return result
 
@@ -123,7 +132,7 @@ async def those(tmp_path: Path) -> Attachments:
 @pytest.mark.parametrize("peer", ["ipv4:10.0.0.7:4000", "ipv6:%5B2001:db8::1%5D:4000"])
 async def test_other_hosts_get_nothing(those: Attachments, peer: str) -> None:
     with pytest.raises(WeightSyncError, match="on the engine's host alone"):
-        await those.offer("", peer)
+        await those.offer(pb.AttachRequest(), peer)
 
 
 async def test_of_several_engines_one_must_be_named(tmp_path: Path) -> None:
@@ -134,12 +143,205 @@ async def test_of_several_engines_one_must_be_named(tmp_path: Path) -> None:
         None,
         tmp_path / "a.sock",
         AttachMetrics(Metrics("m")),
+        OpenBlocks(),
     )
     with pytest.raises(WeightSyncError, match="name one of a, b"):
-        await those.offer("", "unix:")
+        await those.offer(pb.AttachRequest(), "unix:")
+
+
+@pytest.mark.parametrize("job", ["x" * 65, "a\nb"])
+async def test_a_job_is_a_short_word(those: Attachments, job: str) -> None:
+    with pytest.raises(WeightSyncError, match="at most 64 printable") as caught:
+        await those.offer(pb.AttachRequest(job=job), "unix:")
+    assert caught.value.reason is Reason.REQUEST_INVALID
+
+
+async def test_offers_that_nobody_fetches_are_bounded(those: Attachments) -> None:
+    waiting: Any = dict.fromkeys(map(str, range(MOST_OFFERS)))
+    those._offers = waiting
+    with pytest.raises(WeightSyncError, match="64 offers wait for somebody") as caught:
+        await those.offer(pb.AttachRequest(), "unix:")
+    assert caught.value.reason is Reason.LIMIT_EXCEEDED
+    assert caught.value.retry_after_s
+
+
+async def test_offers_that_are_made_at_once_are_bounded(host: _Host) -> None:
+    offers = [host.offer("a") for _ in range(MOST_OFFERS + 3)]
+    made = await asyncio.gather(*offers, return_exceptions=True)
+    refused = [each for each in made if not isinstance(each, str)]
+    assert len(host.all._offers) == MOST_OFFERS
+    assert len(refused) == 3
+    for each in refused:
+        assert isinstance(each, WeightSyncError)
+        assert each.reason is Reason.LIMIT_EXCEEDED
+    host.all._close()
+
+
+@pytest.mark.parametrize(("peer", "token"), [("unix:", "other"), ("ipv4:10.0.0.7:4000", "")])
+async def test_who_is_not_attached_writes_nothing(
+    those: Attachments, peer: str, token: str
+) -> None:
+    attachment, _, _, fd = _made()
+    those._open.add(attachment)
+    assert those.writer("e", attachment.token, "unix:") is attachment
+    with pytest.raises(WeightSyncError, match="attach before you begin") as caught:
+        those.writer("e", token or attachment.token, peer)
+    assert caught.value.reason is Reason.ENGINE_REFUSED
+    os.close(fd)
+
+
+class _Host:
+    """An engine whose ranks tell what a test says, and who is given its memory.
+
+    Attributes:
+        holders: Who can always write it, each with its job.
+        current: The session of the engine that is here now.
+        remembering: Set: the ranks remember.
+        suspected: Whether the engine would be asked for what it holds.
+    """
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.holders: list[tuple[int, str]] = []
+        self.guarded: tuple[int, ...] = ()
+        self.answered = True
+        self.suspected = False
+        self.remembering = asyncio.Event()
+        self.remembering.set()
+        self.current = self.session()
+        supervisor = SimpleNamespace(exclusive=self._exclusive, checks=_Checks())
+        applier = SimpleNamespace(name="e", supervisor=supervisor)
+        engines: Any = SimpleNamespace(named=lambda _: [applier])
+        metrics, socket = AttachMetrics(Metrics("m")), path / "a.sock"
+        made: Any = Attachments
+        self.all: Attachments = made(engines, None, socket, metrics, OpenBlocks())
+        monkeypatch.setattr(attachments, "live_version", lambda _: "live")
+        monkeypatch.setattr(attachments, "check_attachable", lambda _: None)
+        monkeypatch.setattr(attachments, "hand_out", self._hand_out)
+        monkeypatch.setattr(attachments, "remember", self._remember)
+
+    def session(self) -> Any:
+        return SimpleNamespace(
+            live="live", states=self.states, info=SimpleNamespace(engine_id="id")
+        )
+
+    async def states(self) -> list[RankState]:
+        holders = tuple(sorted({pid for pid, _ in self.holders} | {*self.guarded}))
+        found = tuple(self.holders)
+        if not self.answered:
+            return [read_state("0/0/0", {"ok": False})]
+        return [RankState("0/0/0", "", dirty=False, holders=holders, unguarded_by=found)]
+
+    async def offer(self, job: str) -> str:
+        return (await self.all.offer(pb.AttachRequest(job=job), "unix:")).secret
+
+    async def attach(self, job: str, pid: int) -> Attachment:
+        attachment, found = await self.redeem(await self.offer(job), pid)
+        found.close()
+        return attachment
+
+    async def redeem(self, secret: str, pid: int) -> tuple[Attachment, HandedOut]:
+        return await self.all.redeem(secret, PeerCredentials(pid, 2), -1)
+
+    @contextlib.asynccontextmanager
+    async def _exclusive(self, *_: object, **__: object) -> AsyncIterator[Any]:
+        try:
+            yield self.current
+        except WeightSyncError as error:
+            ranks: Any = SimpleNamespace(may_write=False)
+            self.suspected |= QuarantinedLeases.outcome_unknown(ranks, error)
+            raise
+
+    async def _hand_out(self, *_: object) -> HandedOut:
+        await asyncio.sleep(0)
+        fd = os.memfd_create("test")
+        return HandedOut(1, "c", [[(HANDLES, 0, fd)]])
+
+    async def _remember(self, *args: Any, always: bool) -> None:
+        del always
+        _, _, _, pid, _, job = args
+        await self.remembering.wait()
+        self.holders = [each for each in self.holders if each[0] != pid] + [(pid, job)]
+
+
+@pytest.fixture
+async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Host:
+    return _Host(tmp_path, monkeypatch)
+
+
+async def test_who_can_always_write_by_the_ranks_word_keeps_out_another_job(host: _Host) -> None:
+    """A server before this one has given it the memory."""
+    host.holders = [(7, "a")]
+    with pytest.raises(WeightSyncError, match="end process 7, then try again") as caught:
+        await host.offer("b")
+    assert caught.value.reason is Reason.ENGINE_REFUSED
+    secret = await host.offer("a")
+    host.holders = [(9, "c")]
+    with pytest.raises(WeightSyncError, match="end process 9, then try again"):
+        await host.redeem(secret, 8)
+    host.holders = [(7, "a")]
+    assert (await host.attach("a", 8)).pid == 8
+    host.holders = []
+    assert not host.suspected
+
+
+async def test_who_was_given_memory_here_and_has_left_keeps_out_nobody(host: _Host) -> None:
+    attachment = await host.attach("a", 7)
+    with pytest.raises(WeightSyncError, match="end process 7 or close its attachment"):
+        await host.offer("b")
+    await host.all.leave(attachment, PeerCredentials(7, 2))
+    assert host.holders == [(7, "a")]
+    assert (await host.attach("b", 8)).pid == 8
+
+
+async def test_who_comes_with_a_secret_keeps_out_another_job_at_once(host: _Host) -> None:
+    """Also while the ranks are told of it."""
+    host.remembering.clear()
+    attaching = asyncio.create_task(host.attach("a", 7))
+    await _until(lambda: bool(host.all._redeeming))
+    with pytest.raises(WeightSyncError, match="end process 7 or close its attachment"):
+        await host.offer("b")
+    host.remembering.set()
+    assert (await attaching).pid == 7
+    assert not host.all._redeeming
+
+
+async def test_who_was_not_given_the_memory_keeps_out_nobody(host: _Host) -> None:
+    secret = await host.offer("a")
+    host.current = host.session()
+    with pytest.raises(WeightSyncError, match="started anew meanwhile; attach again"):
+        await host.redeem(secret, 7)
+    assert not host.suspected, "nothing is known to be wrong with the engine that is here"
+    assert (await host.attach("b", 8)).pid == 8
+
+
+async def test_a_transaction_in_memory_of_before_says_nothing_of_the_engine_that_is_here(
+    host: _Host,
+) -> None:
+    attachment = await host.attach("a", 7)
+    attachment.engine_id = "before"
+    made: Any = InPlace
+    applier = host.all.engine("e")
+    parts = SimpleNamespace(), SimpleNamespace(fleet=""), OpenBlocks(), SimpleNamespace()
+    transaction = made(applier, *parts, None, attachment, None)
+    with pytest.raises(WeightSyncError, match="attach again, for the engine was started") as caught:
+        await transaction.run()
+    assert caught.value.reason is Reason.ENGINE_AWAY
+    assert not host.suspected
+
+
+async def test_where_a_rank_does_not_answer_nothing_is_handed_out(host: _Host) -> None:
+    host.answered = False
+    with pytest.raises(WeightSyncError, match="rank 0/0/0 does not say who can write") as caught:
+        await host.offer("a")
+    assert caught.value.reason is Reason.ENGINE_REFUSED
+
+
+async def test_ranks_that_know_no_job_keep_out_nobody(host: _Host) -> None:
+    host.guarded = (7,)
+    assert (await host.attach("b", 8)).pid == 8
 
 
 async def test_a_secret_that_was_never_given_opens_nothing(those: Attachments) -> None:
     with pytest.raises(WeightSyncError, match="opens nothing") as caught:
-        await those.redeem("x", _PEER)
+        await those.redeem("x", _PEER, -1)
     assert caught.value.reason is Reason.PERMISSION_DENIED

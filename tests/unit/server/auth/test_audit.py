@@ -13,6 +13,7 @@ from weightsync.v1 import attach_pb2, train_pb2
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth import CALLER, RULES, Caller, Role
 from weightsync_server.auth.audit import Audit
+from weightsync_server.auth.caller import RejectedCall
 from weightsync_server.auth.principals import Principal
 from weightsync_server.ops.metrics import Metrics
 
@@ -140,3 +141,40 @@ def test_a_line_names_the_version_that_came_of_a_call(
     Audit("default", metrics).write(caller, "OK")
     (record,) = caplog.records
     assert json.loads(record.getMessage())["version"] == version
+
+
+def test_strangers_leave_one_line_a_minute(
+    metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("weightsync.clock.monotonic", lambda: now)
+    audit = Audit("default", metrics)
+    error = WeightSyncError(Reason.UNAUTHENTICATED, "send a token")
+
+    def lines() -> list[dict[str, Any]]:
+        return [json.loads(record.message) for record in caplog.records]
+
+    for port in range(500):
+        audit.refuse(error, RejectedCall("", "GetStatus", f"ipv4:10.0.0.1:{port}"))
+    (first,) = lines()
+    del first["time"]
+    assert first == {
+        "who": "",
+        "method": "GetStatus",
+        "model": "default",
+        "outcome": "UNAUTHENTICATED",
+        "peer": "ipv4:10.0.0.1:0",
+        "refused": "send a token",
+    }
+    # Those of a principal are written all the same.
+    denied = WeightSyncError(Reason.PERMISSION_DENIED, "no")
+    audit.refuse(denied, RejectedCall("trainer", "Rollback", "unix:"))
+    now += 61
+    audit.refuse(error, RejectedCall("", "Rollback", "ipv4:10.0.0.2:1"), 3)
+    audit.refuse(error, RejectedCall("", "Rollback", "ipv4:10.0.0.2:1"))
+    _, denial, last = lines()
+    assert (denial["outcome"], "times" in denial) == ("PERMISSION_DENIED", False)
+    assert (last["peer"], last["times"]) == ("ipv4:10.0.0.2:1", 502)
+    counted = metrics.registry.get_sample_value
+    labels = {"model": "default", "reason": "unauthenticated"}
+    assert counted("weightsync_refused_calls_total", labels) == 504

@@ -13,6 +13,7 @@ from weightsync_server.rpc import WeightSyncServicer
 #: Methods that change nothing, whatever their names: written down here a second time on purpose.
 READING = {"GetPush", "ListVersions", "GetVersion", "WatchVersions", "PullWeights", "VerifyVersion"}
 READING |= {
+    "GetEngineLayout",
     "ReadStaged",
     "GetStatus",
     "GetFleetStatus",
@@ -28,6 +29,7 @@ ASKING = LOOKING | {"GetStatus", "GetFleetStatus", "GetTrainStatus"}
 ASKING |= {"Check", "Watch", "ServerReflectionInfo"}
 APPLYING = ASKING | {"ApplyVersion", "Rollback", "VerifyVersion"}
 PUSHING = {"AcquireEpoch", "BeginPush", "PushWeights", "CommitPush", "AbortPush", "GetPush"}
+PUSHING |= {"GetEngineLayout"}
 TRAINING = {"Attach", "WriteInPlace", "PullWeights", "Train", "Checkpoint", "CancelTrain"}
 #: What each role may call and no more, written down a second time as well.
 MAY_CALL = {

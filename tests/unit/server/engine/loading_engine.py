@@ -32,6 +32,8 @@ class LoadingEngine(Engine):
         go: Loads wait for it.
         why: Why there is no load plan, which a capture tells; empty: there is one.
         broken: What loaders die of; empty: they live.
+        remedy: What would have to change for one.
+        rescaled: Whether what is prepared reads a quantised cache by other scales.
         wrong_load: Whether loads come out otherwise than the engine's own.
     """
 
@@ -44,6 +46,8 @@ class LoadingEngine(Engine):
         self.go = asyncio.Event()
         self.go.set()
         self.why = why
+        self.remedy = ""
+        self.rescaled = False
         self.broken = ""
         self.wrong_load = False
         self._captured = not why
@@ -87,7 +91,8 @@ class LoadingEngine(Engine):
     def _capture(self, args: Mapping[str, Any]) -> dict[str, Any]:
         del args
         self._captured = True
-        return {"transform": "twin", "why": self.why} if self.why else {}
+        why = {"why": self.why, "remedy": self.remedy}
+        return {"transform": "twin", **why} if self.why else {}
 
     def _load(self, args: Mapping[str, Any]) -> dict[str, Any]:
         with SegmentClient(self._socket) as client:
@@ -130,4 +135,5 @@ class LoadingEngine(Engine):
         return prepared
 
     def _ready(self, prepared: Any, args: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._ready(prepared, args) | {"transform": self._transform}
+        told = {"transform": self._transform, "reads_cache_otherwise": self.rescaled}
+        return super()._ready(prepared, args) | told

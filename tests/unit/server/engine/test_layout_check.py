@@ -71,7 +71,7 @@ async def test_a_name_that_no_rank_has_a_place_for_is_refused(it: Plant) -> None
 
     it.engine.after["check"] = placed("e", of=added)
     error = await _layout_refused(it, _with(added), "e")
-    assert "every rank refused: the model has no place for these tensors" in error.message
+    assert error.message.startswith("leave out what the model has no place for (e); every rank")
     # One that some rank has a place for is taken.
     it.engine.after["check"] = placed(of=["f"])
     await it.here.push([_with({"f": ("U8", (1,), b"z")})], 2)
@@ -80,15 +80,15 @@ async def test_a_name_that_no_rank_has_a_place_for_is_refused(it: Plant) -> None
 
 @pytest.mark.parametrize("by_each_rank", [True, False])
 @pytest.mark.parametrize(
-    ("added", "suggestion"),
+    ("added", "remedy", "hint"),
     [
-        (["module.a", "module.b"], "; or remove the prefix 'module.' from the names"),
-        (["module.a", "aa"], "; the nearest name to 'aa' that the engine knows is 'a'"),
-        (["d"], ""),
+        (["module.a", "module.b"], "remove the prefix 'module.' from the names: ", ""),
+        (["module.a", "aa"], "", "; the nearest name to 'aa' that the engine knows is 'a'"),
+        (["d"], "", ""),
     ],
 )
 async def test_what_was_probably_meant_is_told(
-    it: Plant, added: list[str], suggestion: str, *, by_each_rank: bool
+    it: Plant, added: list[str], remedy: str, hint: str, *, by_each_rank: bool
 ) -> None:
     """Whether each rank refuses a name, or the server one that no rank has a place for."""
     added = sorted(added)
@@ -99,8 +99,10 @@ async def test_what_was_probably_meant_is_told(
             for reply in replies
         ]
     error = await _layout_refused(it, shard, *added)
-    tail = f"({', '.join(added)})" if len(added) > 1 or not by_each_rank else "push this model"
-    assert error.message.endswith(tail + suggestion)
+    refused = "rank 0/0/0 refused: push this model" if by_each_rank else "leave out what"
+    assert error.message.startswith(remedy + refused)
+    assert error.message.endswith(hint)
+    assert ", ".join(added) in error.message
     # Also when it is remembered.
     assert (await _layout_refused(it, shard, *added)).message == error.message
 
@@ -182,3 +184,94 @@ async def test_no_byte_is_taken_while_the_engine_is_asked(it: Plant) -> None:
     go.set()
     with pytest.raises(WeightSyncError, match="d is extra"):
         await sending
+
+
+# A whole push that lacks tensors.
+
+
+def _only(*names: str, index: int = 0) -> Shard:
+    kinds = checkpoint(2)
+    return make_shard(index, [(name, *kinds[name]) for name in names])
+
+
+async def _begun(it: Plant, **fields: Any) -> str:
+    return (await it.here.pushes.begin(begin(**fields), 5)).push_id
+
+
+def _refused_lacking(error: WeightSyncError, *names: str) -> None:
+    assert error.reason is Reason.ENGINE_REFUSED, error.message
+    assert json.loads(error.metadata["tensors"]) == list(names)
+    assert "is missing" in error.message
+
+
+async def test_what_is_absent_is_named_when_all_shards_are_described(it: Plant) -> None:
+    push = await _begun(it, shard_count=2)
+    await it.here.join(push, _only("a").layout())
+    with pytest.raises(WeightSyncError) as caught:
+        await it.here.join(push, _only("b", index=1).layout())
+    _refused_lacking(caught.value, "c")
+    progress = it.here.pushes.get(pb.GetPushRequest(push_id=push))
+    assert progress.durability == pb.DURABILITY_FAILED
+    assert it.engine.calls.count("check") == 1
+    await it.push(2)
+
+
+async def test_a_layout_that_is_known_is_refused_as_well(it: Plant) -> None:
+    """It was taken while no engine was there."""
+    asks, engines = dict(it.here.model.accepted.asks), it.here.model.engine_layouts.engines
+    it.here.model.accepted.asks.clear()
+    engine = engines.pop(it.keeper.name)
+    await it.here.push([_only("a", "b")], 2)
+    it.here.model.accepted.asks |= asks
+    engines[it.keeper.name] = engine
+    digest = it.here.model.table.get(2).to_info().layout_digest
+    with pytest.raises(WeightSyncError) as caught:
+        await _joined_with(it, _only("a", "b"), digest)
+    _refused_lacking(caught.value, "c")
+
+
+async def _joined_with(it: Plant, shard: Shard, digest: str) -> None:
+    await it.here.join(await _begun(it, layout_digest=digest), shard.chunks())
+
+
+async def test_how_many_shards_there_are_may_be_told_by_the_commit(it: Plant) -> None:
+    push = await _begun(it)
+    await it.here.join(push, _only("a", "b").all())
+    with pytest.raises(WeightSyncError) as caught:
+        await it.here.pushes.commit(pb.CommitPushRequest(push_id=push))
+    _refused_lacking(caught.value, "c")
+    assert it.here.model.table.find(2) is None or it.here.model.table.get(2).commit is None
+
+
+async def test_the_writers_of_a_whole_push_are_told_and_those_of_a_part_may_lack(it: Plant) -> None:
+    shard = _only("a")
+    facts: dict[str, Any] = {"writers": 2, "shard_count": 1, "total_bytes": len(shard.data)}
+    facts["idempotency_key"] = "k"
+    push = await _begun(it, **facts)
+    await _begun(it, writer=1, **facts)
+    with pytest.raises(WeightSyncError) as caught:
+        await it.here.join(push, shard.layout())
+    _refused_lacking(caught.value, "b", "c")
+    facts |= {"partial": True, "base_version": 1, "idempotency_key": "l"}
+    push = await _begun(it, **facts)
+    await it.here.join(push, shard.layout())
+
+
+async def test_what_the_engine_does_not_need_is_asked_about_once(it: Plant) -> None:
+    """As of a head that is tied: its checkpoint has it, and its ranks load nothing of it."""
+    it.engine.after["check"] = lambda replies: [
+        {"ok": True, "rank": reply["rank"], "unplaced": pack((), ("a", "b"))} for reply in replies
+    ]
+    for number in (2, 3):
+        await it.here.push([_only("a", "b")], number)
+    assert it.engine.calls.count("check") == 1
+
+
+async def test_an_engine_that_cannot_be_asked_refuses_nothing(it: Plant) -> None:
+    it.engine.before["check"] = _failing
+    await it.here.push([_only("a", "b")], 2)
+    assert it.here.model.table.get(2).commit is not None
+
+
+def _failing() -> None:
+    raise WeightSyncError(Reason.ENGINE_AWAY, "it is away")

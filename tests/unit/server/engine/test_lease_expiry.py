@@ -41,11 +41,11 @@ async def test_an_engine_that_could_only_resume_is_refused(tmp_path: Path, engin
 async def test_a_pause_outlasts_its_lease_while_it_is_renewed(
     tmp_path: Path, engine: Engine
 ) -> None:
-    async with plant(tmp_path, engine, pause_lease_s=0.3) as it:
+    async with plant(tmp_path, engine, pause_lease_s=1.5) as it:
         await it.ready()
         async with it.keeper.exclusive() as session, session.paused(PauseSpec(), APPLY):
             assert (await engine.health()).open_apply == APPLY
-            await asyncio.sleep(1)
+            await asyncio.sleep(2)
             assert (await engine.health()).state is EngineState.PAUSED
             await session.resume(session.live)
         assert (await engine.health()).open_apply is None

@@ -364,3 +364,47 @@ async def test_a_dry_run_tells_the_strategy_and_predicts_by_what_it_took(it: Pla
     plan = (await it.apply(4, dry_run=True)).plan
     assert (plan.strategy, plan.bytes) == (pb.APPLY_STRATEGY_COPY, 321)
     assert not plan.HasField("predicted_pause"), "a patch tells nothing about a copy"
+
+
+async def test_as_long_as_a_process_has_the_memory_it_is_compared_again_and_again(
+    it: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the word of the ranks, whatever became of who has handed it out."""
+    monkeypatch.setattr(live_check, "CHECK_S", 0.01)
+    await _push_part(it, 2)
+    await it.apply(2)
+    await _passed(it, 2)
+    checks = it.keeper.checks
+    checks.watch()
+    checks._watch_at = 0.0
+    before = _checks(it)["passed"]
+    holders = [1]
+    monkeypatch.setattr(it.engine, "_writers", lambda: {"holders": holders})
+    await until(lambda: _checks(it)["passed"] >= before + 3, 20)
+    holders.clear()
+    await until(lambda: not checks.watched, 20)
+
+
+async def test_of_ranks_of_older_releases_it_ends_with_those_that_are_attached(
+    it: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They remember nobody, and say so by no word of it."""
+    monkeypatch.setattr(live_check, "CHECK_S", 0.01)
+    tell = it.engine._tell
+
+    def tell_less(page: str, report: Any) -> None:
+        tell(page, {name: value for name, value in report.items() if name != "holders"})
+
+    monkeypatch.setattr(it.engine, "_tell", tell_less)
+    checks = it.keeper.checks
+    checks.writers["a trainer"] = ""
+    # Its memory is compared also after a reconciliation, which asks who has it.
+    it.keeper.suspect("who knows")
+    await it.until(pb.ENGINE_STATE_FENCED)
+    await it.ready()
+    assert checks.watched
+    before = _checks(it)["passed"]
+    await until(lambda: _checks(it)["passed"] >= before + 2, 20)
+    assert checks.watched
+    checks.writers.clear()
+    await until(lambda: not checks.watched, 20)

@@ -41,12 +41,36 @@ async def test_a_proof_at_the_start_that_fails_goes_on_to_loads(
 
 async def test_a_capture_that_finds_no_plan_goes_on_to_loads(tmp_path: Path) -> None:
     engine = LoadingEngine(tmp_path / "segments.sock", why="experts are repacked")
+    # It is served all the same: nothing is to be done about it.
+    engine.remedy = "serve the model on a GPU"
     async with plant(tmp_path, engine) as it:
         (rank,) = (await it.ready()).ranks
         assert engine.calls.count("capture") == 1
         assert rank.transform == pb.TRANSFORM_TWIN
         assert rank.transform_reason == "experts are repacked"
         assert len(engine.loaded) == 1
+
+
+async def test_a_cache_is_not_kept_that_a_version_reads_by_other_scales(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    keep = {"cache": pb.CACHE_MODE_KEEP}
+    between = {"mode": pb.PAUSE_MODE_BETWEEN_STEPS}
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        await it.push(2)
+        engine.rescaled = True
+        for pause in (keep, between):
+            with pytest.raises(WeightSyncError, match=r"use pause\.cache RECOMPUTE") as caught:
+                await it.apply(2, pause=pause)
+            assert caught.value.reason is Reason.ENGINE_UNSUPPORTED
+        assert engine.serves == 1
+        assert "commit" not in engine.events
+        assert (await it.apply(2)).version == 2
+        assert engine.serves == 2
+        engine.rescaled = False
+        await it.push(3)
+        assert (await it.apply(3, pause=keep)).version == 3
 
 
 async def test_an_engine_without_loaders_is_refused_as_before(tmp_path: Path) -> None:

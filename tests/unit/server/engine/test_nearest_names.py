@@ -45,7 +45,8 @@ async def _suggested(
     accepted: AcceptedTensors = _Accepted(known)  # type: ignore[assignment]
     found = await add_suggestion(error, tensors, accepted)
     assert (found.reason, found.metadata) == (error.reason, facts)
-    return found.message.removeprefix("refused")
+    before, _, after = found.message.partition("refused")
+    return before + after
 
 
 @pytest.mark.parametrize(
@@ -87,10 +88,30 @@ def test_one_prefix_for_all(unknown: list[str], remedy: str) -> None:
 
 async def test_a_prefix_is_told_instead_of_a_name() -> None:
     names = ["module.lm_head.weight", "module.model.norm.weight"]
-    assert await _suggested(names) == "; or remove the prefix 'module.' from the names"
+    assert await _suggested(names) == "remove the prefix 'module.' from the names: "
     # What the engine knows already does not need another prefix.
     more = [*names, "lm_head.weight"]
-    assert await _suggested(more, names) == "; or remove the prefix 'module.' from the names"
+    assert await _suggested(more, names) == "remove the prefix 'module.' from the names: "
+
+
+_LEAVE = "leave out 'v_head.summary.weight', of a head that the engine's model has not"
+
+
+async def test_a_head_that_trainers_add_is_to_be_left_out() -> None:
+    head = "v_head.summary.weight"
+    assert await _suggested([head]) == f"{_LEAVE}: "
+    names = ["module.lm_head.weight", "module.model.norm.weight", head]
+    remedy = "remove the prefix 'module.' from the names"
+    assert await _suggested(names) == f"{remedy} and {_LEAVE}: "
+    assert await _suggested(names, [head]) == f"{remedy} and {_LEAVE}: "
+    wrapped = "module.v_head.summary.weight"
+    leave = _LEAVE.replace("'v_head", "'module.v_head")
+    assert await _suggested([*names[:2], wrapped]) == f"{remedy} and {leave}: "
+    found = await _suggested([head, "v_head.summary.bias", "lm_haed.weight"])
+    assert found.startswith("leave out 'v_head.summary.weight' and 1 more, of a head")
+    assert found.endswith(_NEAREST.format("lm_haed.weight", "lm_head.weight"))
+    # One that the engine has is none.
+    assert await _suggested(["score.weight", "x"], known=["score.weight"]) == ""
 
 
 async def test_the_first_unknown_name_is_the_one_that_is_compared() -> None:

@@ -15,6 +15,7 @@ from weightsync.shm.segment_socket import SegmentClient, SegmentServer
 from weightsync.shm.segments import Segment
 from weightsync.shm.status_page import PageWriter
 from weightsync_server.engine.ranks import Ranks
+from weightsync_server.engine.worker_reports import NoPlan
 from weightsync_server.nodes import EngineNodes, NodeGroup
 from weightsync_server.nodes.joined_node import JoinedNode
 
@@ -378,15 +379,19 @@ async def test_a_rank_that_begins_no_load_is_told(ranks: Ranks, workers: Workers
     assert caught.value.reason is Reason.ENGINE_REFUSED
 
 
+_TWIN = {"ok": True, "transform": "twin"}
+
+
 @pytest.mark.parametrize(
     ("replies", "why"),
     [
-        ([{"ok": True}, {"ok": True}], ""),
-        ([{"ok": True}, {"ok": True, "transform": "twin", "why": "it packs"}], "it packs"),
+        ([{"ok": True}, {"ok": True}], None),
+        ([{"ok": True}, {**_TWIN, "why": "it packs"}], NoPlan("it packs")),
+        ([{"ok": True}, {**_TWIN, "why": "a", "remedy": "b"}], NoPlan("a", "b")),
     ],
 )
 async def test_a_capture_tells_why_there_is_no_plan(
-    ranks: Ranks, workers: Workers, replies: list[dict[str, Any]], why: str
+    ranks: Ranks, workers: Workers, replies: list[dict[str, Any]], why: NoPlan | None
 ) -> None:
     workers.replies = replies
     assert await ranks.capture("d", 5) == ("", why)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.server.engine.plant import Engine, Plant, plant, tensors, until
-from weightsync.engine import PauseSpec
+from weightsync.engine import VERSION_LOADS, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import JournalFile
@@ -390,6 +390,42 @@ async def test_another_store_cannot_know_what_the_engine_serves(
         await it.ready()
         assert it.here.model.serving.live
         assert engine.serves
+
+
+class _WithLoaders(Engine):
+    """Could load versions, and offers the files that it was started with."""
+
+    def __init__(self, socket: Path) -> None:
+        super().__init__(socket)
+        self._abilities.add(VERSION_LOADS)
+
+    async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> Any:
+        live, self.live = self.live, {**tensors(1)}
+        try:
+            return await super().offer_checkpoint(segment_socket, offer_id)
+        finally:
+            self.live = live
+
+
+async def test_what_another_server_wrote_is_not_taken_for_what_vllm_computes(
+    tmp_path: Path,
+) -> None:
+    engine = _WithLoaders(tmp_path / "segments.sock")
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+    engine.calls.clear()
+    async with plant(tmp_path, engine) as it:
+        status = await it.ready()
+        assert engine.serves == 1, "the checkpoint is placed, and proved"
+        assert "load" not in engine.calls
+        assert it.keeper.loads is None
+        assert status.ranks[0].transform == pb.TRANSFORM_PLAN
+        assert status.ranks[0].content_digest == it.here.model.table.get(1).content_digest
+        await it.push(3)
+        await it.apply(3)
+        assert engine.serves == 3
 
 
 async def test_a_placing_that_fails_keeps_no_lease(tmp_path: Path, engine: Engine) -> None:

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.server.engine.plant import Engine, engine_set, hurry, limits, shards, until
-from tests.unit.server.world import MODEL, World, world
+from tests.unit.server.engine.plant import (
+    Engine,
+    checkpoint,
+    engine_set,
+    hurry,
+    limits,
+    shards,
+    until,
+)
+from tests.unit.server.world import MODEL, World, make_shard, world
 from weightsync.engine import FENCES_ON_EXPIRY, EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -668,3 +676,24 @@ async def test_layouts_are_checked_while_an_engine_is_away(
         await it.apply(2)
         await asyncio.sleep(0.2)
         assert await it.here.model.accepted.names() == {"a", "b", "c"}
+
+
+async def test_an_engine_of_another_model_has_no_say_in_pushes_for_the_others(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    other = Engine(tmp_path / "segments.sock")
+    other._kinds = {**other._kinds, "b": ("F16", (8, 4))}
+    engines["b"] = other
+    async with host(tmp_path, engines) as it:
+        await until(lambda: it.supervisor("a").serving and it.supervisor("c").serving)
+        await until(lambda: bool(it.supervisor("b")._condition.refused))
+        taken = checkpoint(2) | {"d": ("U8", (1,), b"x")}
+        for name in ("a", "c"):
+            engines[name].after["check"] = lambda replies: [
+                {"ok": True, "rank": reply["rank"]} for reply in replies
+            ]
+        # What the others were never shown they are asked about; it is not.
+        await it.here.push([make_shard(0, [(name, *kind) for name, kind in taken.items()])], 2)
+        assert it.here.model.table.get(2).layout_check == pb.LAYOUT_CHECK_PASSED
+        assert "check" not in other.calls
+        assert "d" in await it.here.model.accepted.names()

@@ -198,7 +198,7 @@ async def test_the_apply_that_has_the_engine_is_named(it: Plant) -> None:
 
 
 async def test_a_lease_is_renewed_while_a_commit_takes_long(tmp_path: Path) -> None:
-    async with plant(tmp_path, pause_lease_s=0.9) as it:
+    async with plant(tmp_path, pause_lease_s=1.5) as it:
         await it.ready()
         await it.push(2)
 

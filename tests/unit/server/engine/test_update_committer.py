@@ -45,11 +45,13 @@ class _Feed:
         self._waiting: asyncio.Queue[WaitingUpdate] = asyncio.Queue()
         self._parts: list[_Tensors] = []
 
-    async def update(self, *parts: _Tensors, label: str = "") -> tuple[int, str]:
+    async def update(
+        self, *parts: _Tensors, label: str = "", partial: bool = False
+    ) -> tuple[int, str]:
         """Bring an update; return what became of it."""
         self._parts = list(parts)
         name = f"update-{len(self.ended)}"
-        self._waiting.put_nowait(WaitingUpdate(name, "weightsync_nccl", label))
+        self._waiting.put_nowait(WaitingUpdate(name, "weightsync_nccl", label, partial))
         count = len(self.ended)
         await until(lambda: len(self.ended) > count)
         return self.ended[-1]
@@ -131,6 +133,40 @@ async def test_parts_are_shards_of_one_version(it: Plant, feed: _Feed) -> None:
     assert await feed.update(*parts) == (2, "")
     assert it.engine.serves == 2
     assert _info(it, 2).shard_count == len(parts)
+
+
+async def test_what_a_partial_update_leaves_out_stays(it: Plant, feed: _Feed) -> None:
+    names = sorted(checkpoint(2))
+    changed = {names[0]: checkpoint(2)[names[0]]}
+    version, error = await feed.update(changed)
+    assert version == 0
+    assert error
+    assert await feed.update(changed, partial=True) == (3, "")
+    assert it.engine.live == tensors(1) | {names[0]: tensors(2)[names[0]]}
+    assert dict(_info(it, 3).metadata) == {"transfer": "weightsync_nccl", "base_version": "1"}
+    assert (await it.verify()).verified
+    whole = checkpoint(1) | changed
+    assert await feed.update(whole) == (4, "")
+    # Bit for bit what a push of all would be.
+    assert _info(it, 4).content_digest == _info(it, 3).content_digest
+    # All of it is no part: nothing is kept.
+    assert await feed.update(checkpoint(2), partial=True) == (5, "")
+    assert _info(it, 5).shard_count == 1
+
+
+async def test_a_partial_update_brings_what_the_base_has_and_as_it_has_it(
+    it: Plant, feed: _Feed
+) -> None:
+    name, (dtype, shape, data) = next(iter(checkpoint(2).items()))
+    wrongs: list[_Tensors] = [
+        {"other": (dtype, shape, data)},
+        {name: (dtype, (len(data) // 4, 1), data)},
+    ]
+    for wrong in wrongs:
+        version, error = await feed.update(wrong, partial=True)
+        assert version == 0
+        assert "send all tensors, or those of the version that is served" in error
+        assert it.engine.serves == 1
 
 
 async def test_the_same_weights_once_more_are_another_version(it: Plant, feed: _Feed) -> None:

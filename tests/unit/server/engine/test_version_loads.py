@@ -20,6 +20,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import version_loads
 from weightsync_server.engine.ranks import Ranks
 from weightsync_server.engine.version_loads import LoadScheduler, Presence
+from weightsync_server.engine.worker_reports import NoPlan
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ def metrics() -> Metrics:
 @pytest.fixture
 async def loads(here: World, engine: Loaders, metrics: Metrics) -> AsyncIterator[LoadScheduler]:
     ranks = Ranks(engine, NAMES, here.server)  # type: ignore[arg-type]
-    made = LoadScheduler(ranks, here.model.stager, metrics.loaders, "it quantises", engine.look)
+    made = LoadScheduler(
+        ranks, here.model.stager, metrics.loaders, NoPlan("it quantises"), engine.look
+    )
     yield made
     made.close()
     await asyncio.sleep(0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support import decision_model
-from tests.support.decision_model import COMMIT, NAMES, NEW, Member, Model, explore
+from tests.support.decision_model import ANCIENT, COMMIT, NAMES, NEW, OLD, Member, Model, explore
 from weightsync_server.fleet import coordinator_steps, member_steps
 from weightsync_server.fleet.coordinator_steps import Decide
 from weightsync_server.fleet.fleet_plan import Kind
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.support.decision_model import World
     from weightsync_server.fleet.coordinator_steps import Order, Reports
     from weightsync_server.fleet.fleet_history import Apply, History
+    from weightsync_server.fleet.fleet_plan import FleetVersion
     from weightsync_server.fleet.member_steps import Step
 
 #: How many may crash, come back, be lost, fail and be taken to be gone.
@@ -41,8 +42,17 @@ def test_every_order_of_steps_keeps_the_promises(
     assert explore(Model(kind, names), budget) > 500
 
 
-def test_one_that_appears_meanwhile_serves_nothing_that_was_left() -> None:
-    assert explore(Model(Kind.BARRIER, NAMES[:2], joins=True), (0, 0, 1, 0, 1)) > 500
+@pytest.mark.parametrize("holds", [OLD, ANCIENT])
+def test_one_that_appears_meanwhile_serves_nothing_that_was_left(holds: FleetVersion) -> None:
+    assert explore(Model(Kind.BARRIER, NAMES[:2], joins=holds), (0, 0, 1, 0, 1)) > 500
+
+
+def test_the_model_finds_one_that_appears_and_serves_what_is_decided_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(member_steps, "_runs_a_barrier", lambda _: False)
+    with pytest.raises(AssertionError, match="serve"):
+        explore(Model(Kind.BARRIER, NAMES[:2], joins=ANCIENT), (0, 0, 1, 0, 1))
 
 
 def test_the_model_finds_a_coordinator_that_overlooks_who_appeared(
@@ -53,7 +63,7 @@ def test_the_model_finds_a_coordinator_that_overlooks_who_appeared(
 
     monkeypatch.setattr(decision_model, "next_order", blind)
     with pytest.raises(AssertionError, match="new serves"):
-        explore(Model(Kind.BARRIER, NAMES[:2], joins=True), (0, 0, 1, 0, 1))
+        explore(Model(Kind.BARRIER, NAMES[:2], joins=OLD), (0, 0, 1, 0, 1))
 
 
 def test_the_model_finds_one_that_reads_before_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +77,7 @@ def test_the_model_finds_one_that_reads_before_it_is_seen(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Model, "live", hasty)
     with pytest.raises(AssertionError, match="serve"):
-        explore(Model(Kind.BARRIER, NAMES[:2], joins=True), (0, 0, 1, 0, 1))
+        explore(Model(Kind.BARRIER, NAMES[:2], joins=OLD), (0, 0, 1, 0, 1))
 
 
 def _find(kind: Kind) -> None:

@@ -12,9 +12,9 @@ from tests.support.fleet_tasks import LIMITS, in_format, until
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fleet import coordinator as coordinators
 from weightsync_server.fleet.decision import decide
-from weightsync_server.fleet.fleet_keys import plan_key, roster_key
+from weightsync_server.fleet.fleet_keys import decision_key, plan_key, roster_key
 from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict
-from weightsync_server.fleet.fleet_records import FORMAT, encode_plan, encode_roster
+from weightsync_server.fleet.fleet_records import FORMAT, encode_plan, encode_roster, encode_verdict
 
 if TYPE_CHECKING:
     from tests.support.fleet_tasks import Fleet
@@ -64,12 +64,12 @@ async def test_what_was_decided_first_stays_decided(
     await fleet.start("a", "b")
     asked = asyncio.Event()
 
-    async def comes_second(*given: object) -> Verdict:
+    async def comes_second(*given: object, **more: object) -> Verdict | None:
         if given[3] is Verdict.ABORT:
             asked.set()
             # The coordinator of the apply decides meanwhile.
             await until(lambda: fleet.serving == {"a": 2, "b": 2})
-        return await decide(*given)  # type: ignore[arg-type]  # as it was called
+        return await decide(*given, **more)  # type: ignore[arg-type]  # as it was called
 
     monkeypatch.setattr(coordinators, "decide", comes_second)
     gate = fleet.hosts["b"].gate = asyncio.Event()
@@ -91,13 +91,13 @@ async def test_a_wave_that_was_let_go_first_goes_back(
     await fleet.start("a", "b")
     steps: list[int] = []
 
-    async def overtaken_once(*given: object) -> Verdict:
+    async def overtaken_once(*given: object, **more: object) -> Verdict | None:
         if given[3] is Verdict.ABORT:
             steps.append(int(given[2]))  # type: ignore[call-overload]  # the number of a decision
             if len(steps) == 1:
                 fleet.hosts["a"].gate = None
                 await until(lambda: fleet.hosts["a"].serves == 2)
-        return await decide(*given)  # type: ignore[arg-type]  # as it was called
+        return await decide(*given, **more)  # type: ignore[arg-type]  # as it was called
 
     monkeypatch.setattr(coordinators, "decide", overtaken_once)
     gate = fleet.hosts["a"].gate = asyncio.Event()
@@ -114,11 +114,38 @@ async def test_a_wave_that_was_let_go_first_goes_back(
     await fleet.until_serving(a=1, b=1)
 
 
-async def test_one_of_a_newer_release_is_for_its_members_to_end(fleet: Fleet) -> None:
+@pytest.mark.parametrize("damaged", [False, True], ids=["newer", "damaged"])
+async def test_one_that_cannot_be_read_is_ended_by_its_number(fleet: Fleet, damaged: bool) -> None:
+    await fleet.start("a")
     plan = FleetPlan(1, "n", Kind.BARRIER, version(2), version(1), (("a",),), 1)
     (part,) = encode_roster(plan.waves)
     await fleet.register.create(roster_key(plan.nonce, 0), part)
+    body = encode_plan(plan, 1)
+    body = body.replace(b'"nonce"', b'"other"') if damaged else in_format(FORMAT + 1, body)
+    await fleet.register.create(plan_key(1), body)
+    ended = await fleet.coordinator(LIMITS).abort()
+    assert ended is not None
+    assert (ended.number, ended.verdict) == (1, Verdict.ABORT)
+    assert (await fleet.coordinator().apply(version(3), Kind.BARRIER)).verdict is Verdict.COMMIT
+    assert fleet.serving == {"a": 3}
+
+
+async def test_one_that_is_committed_and_cannot_be_read_is_not_ended(fleet: Fleet) -> None:
+    plan = FleetPlan(1, "n", Kind.BARRIER, version(2), version(1), (("a",),), 1)
     await fleet.register.create(plan_key(1), in_format(FORMAT + 1, encode_plan(plan, 1)))
+    await fleet.register.create(decision_key(1, 1), encode_verdict(Verdict.COMMIT, "other"))
     with pytest.raises(WeightSyncError, match="this release knows 1 to") as caught:
         await fleet.coordinator(LIMITS).abort()
     assert caught.value.reason is Reason.NOT_SUPPORTED
+
+
+async def test_who_comes_second_with_a_plan_leaves_nothing(fleet: Fleet) -> None:
+    first, second = (
+        FleetPlan(1, nonce, Kind.BARRIER, version(2), version(1), (("a",),), 1)
+        for nonce in ("n1", "n2")
+    )
+    await fleet.coordinator()._write(first)
+    before = await fleet.register.list("")
+    with pytest.raises(WeightSyncError, match="apply 1 of the fleet runs"):
+        await fleet.coordinator()._write(second)
+    assert await fleet.register.list("") == before

@@ -12,10 +12,14 @@ from tests.support.fleet_hosts import version
 from tests.support.fleet_tasks import LIMITS, CutRegister, until
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fleet.coordinator import Coordinator
+from weightsync_server.fleet.decision import decide
 from weightsync_server.fleet.fleet_history import HistoryReader
 from weightsync_server.fleet.fleet_keys import decision_key, plan_key
 from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict
 from weightsync_server.fleet.fleet_records import encode_plan, encode_verdict
+from weightsync_server.fleet.member_steps import Prepare
+from weightsync_server.fleet_host.fleet_needs import FleetNeeds
+from weightsync_server.fleet_host.fleet_status import FleetStatusReader
 
 if TYPE_CHECKING:
     from tests.support.fleet_tasks import Fleet
@@ -258,6 +262,64 @@ async def test_a_member_that_appears_meanwhile_stops_a_barrier(fleet: Fleet) -> 
     assert fleet.serving == {"a": 2, "b": 2, "new": 2}
 
 
+async def test_one_that_comes_in_a_barrier_prepares_and_serves_nothing(fleet: Fleet) -> None:
+    await fleet.start("a", "b")
+    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).verdict is Verdict.COMMIT
+    gate = fleet.hosts["a"].gate = asyncio.Event()
+    applying = asyncio.create_task(fleet.coordinator().apply(version(3), Kind.BARRIER))
+    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    # It holds version 1, and version 2 is decided.
+    await fleet.start("late")
+    await until(lambda: fleet.members["late"].state.prepared == Prepare(version(2)))
+    await asyncio.sleep(0.3)
+    assert fleet.serving["late"] == 0
+    gate.set()
+    outcome = await applying
+    assert (outcome.verdict, outcome.reason) == (
+        Verdict.ABORT,
+        "late appeared meanwhile; apply again",
+    )
+    await fleet.until_serving(a=2, b=2, late=2)
+    # That was known before any of them stood still.
+    assert "pause" not in {what for what, _ in fleet.hosts["b"].log[3:]}
+
+
+async def test_a_barrier_is_not_committed_without_one_that_comes_in_that_moment(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a", "b")
+
+    async def late(*args: object, **given: object) -> Verdict | None:
+        if "late" not in fleet.hosts:
+            await fleet.start("late")
+        return await decide(*args, **given)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr("weightsync_server.fleet.coordinator.decide", late)
+    outcome = await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    assert (outcome.verdict, outcome.reason) == (
+        Verdict.ABORT,
+        "late appeared meanwhile; apply again",
+    )
+    await fleet.until_serving(a=1, b=1, late=1)
+    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).verdict is Verdict.COMMIT
+    assert fleet.serving == {"a": 2, "b": 2, "late": 2}
+
+
+async def test_a_key_of_a_member_that_nobody_renews_is_waited_for_by_nobody(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fleet.register.create("members/zz", b"by hand")
+    await fleet.start("a")
+    for kind, number in ((Kind.BARRIER, 2), (Kind.ROLLING, 3)):
+        outcome = await fleet.coordinator().apply(version(number), kind)
+        assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ())
+    assert "members/zz: no member's, for nobody renews it" in caplog.text
+    (a, zz) = (await FleetStatusReader(fleet.register).status()).members
+    assert (a.name, zz.name) == ("a", "zz")
+    assert zz.state.startswith("no member: remove members/zz")
+    assert await FleetNeeds(fleet.register).contents() >= {version(3).digest}
+
+
 async def test_old_applies_go_and_what_comes_back_of_them_counts_for_nothing(fleet: Fleet) -> None:
     await fleet.start("a")
     coordinator = fleet.coordinator()
@@ -275,3 +337,43 @@ async def test_old_applies_go_and_what_comes_back_of_them_counts_for_nothing(fle
     await fleet.register.create(decision_key(1, 1), encode_verdict(Verdict.COMMIT, "frozen"))
     assert await HistoryReader(fleet.register).read() == history
     assert (await coordinator.rollback(Kind.BARRIER)).target == version(38)
+
+
+async def test_what_is_decided_against_goes_and_a_rollback_s_key_stays(fleet: Fleet) -> None:
+    await fleet.start("a")
+    for number in (2, 3):
+        await fleet.coordinator().apply(version(number), Kind.BARRIER)
+    back = await fleet.coordinator().rollback(Kind.BARRIER, key="once")
+    assert (back.target, fleet.serving) == (version(2), {"a": 2})
+    await fleet.coordinator().apply(version(4), Kind.BARRIER)
+    fleet.hosts["a"].refuses = {"prepare"}
+    most = 0
+    for number in range(5, 40):
+        # One coordinator each, as one call of the fleet each.
+        outcome = await fleet.coordinator().apply(version(number), Kind.BARRIER)
+        assert outcome.verdict is Verdict.ABORT
+        most = max(most, len(await fleet.register.list("")))
+    fleet.hosts["a"].refuses = set()
+    # Of four commits and twice as many aborted ones as are kept, and what is on leases.
+    assert most < 7 * 4 + 5 * 2 * 8 + 10
+    for number in range(40, 60):
+        await fleet.coordinator().apply(version(number), Kind.BARRIER)
+    history = await HistoryReader(fleet.register).read()
+    assert history.floor > back.number
+    again = await fleet.coordinator().rollback(Kind.BARRIER, key="once")
+    assert (again.number, again.verdict, again.target) == (back.number, back.verdict, version(2))
+    assert fleet.serving == {"a": 59}
+
+
+async def test_marks_that_say_nothing_any_more_go(fleet: Fleet) -> None:
+    await fleet.start("a")
+    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    for _ in range(8):
+        await fleet.coordinator().apply(version(3), Kind.BARRIER, clears=True)
+        await fleet.coordinator().rollback(Kind.BARRIER)
+    for number in range(4, 40):
+        await fleet.coordinator().apply(version(number), Kind.BARRIER)
+    rejected = await fleet.register.list("rejected/")
+    assert len(rejected) == 2, rejected
+    with pytest.raises(WeightSyncError, match="was rejected by a rollback"):
+        await fleet.coordinator().apply(replace(version(3), number=90), Kind.BARRIER)

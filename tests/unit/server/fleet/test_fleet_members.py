@@ -41,7 +41,7 @@ async def paused_without_link(
         await asyncio.sleep(0.2)
         if verdict is Verdict.ABORT:
             await fleet.register.create(decision_key(1, 1), encode_verdict(verdict, "other"))
-        return await decide(*args, **given)  # type: ignore[arg-type]  # as it was called
+        return await decide(*args, **given)  # type: ignore[arg-type,return-value]  # as it was called
 
     monkeypatch.setattr("weightsync_server.fleet.coordinator.decide", cut_first)
     outcome = await fleet.coordinator(replace(LIMITS, settle_s=0.2)).apply(version(2), Kind.BARRIER)
@@ -116,6 +116,68 @@ async def test_a_host_is_asked_for_one_thing_at_a_time(
     assert (await first).verdict is Verdict.ABORT
     assert set(most) == {1}
     assert len(most) == 2
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["reachable", "cut"])
+async def test_one_that_stood_still_does_not_commit_what_was_decided_before(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    limits = replace(LIMITS, settle_s=0.2)
+    await fleet.start("a", "b", "c")
+    held, goes_on = asyncio.Event(), asyncio.Event()
+    commit = fleet.members["b"]._journal.stop
+
+    async def stand_still(number: int) -> None:
+        await commit(number)
+        if number == 0 and not held.is_set():
+            # It has read COMMIT, and is not seen any more from here on.
+            fleet.freeze("b")
+            held.set()
+            await goes_on.wait()
+            fleet.thaw("b")
+            fleet.links["b"].cut = cut
+
+    monkeypatch.setattr(fleet.members["b"]._journal, "stop", stand_still)
+    outcome = await fleet.coordinator(limits).apply(version(2), Kind.BARRIER)
+    assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ("b",))
+    await held.wait()
+    await until(lambda: _gone(fleet, "b"))
+    assert (await fleet.coordinator(limits).apply(version(3), Kind.BARRIER)).lagging == ()
+    goes_on.set()
+    if cut:
+        await asyncio.sleep(1)
+        assert fleet.serving == {"a": 3, "b": 0, "c": 3}
+        fleet.links["b"].cut = False
+    await fleet.until_serving(a=3, b=3, c=3)
+    assert 2 not in {number for _, number in fleet.hosts["b"].log}
+
+
+async def test_a_host_goes_over_only_while_others_wait_for_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a")
+    member = fleet.members["a"]
+    left: list[float] = []
+
+    async def commit(target: FleetVersion) -> None:
+        left.append(member.permitted_s(target))
+        fleet.freeze("a")
+        await until(lambda: not member.view.presence.counts)
+        with pytest.raises(WeightSyncError, match="may have decided without it"):
+            member.permitted_s(target)
+        fleet.thaw("a")
+        raise WeightSyncError(Reason.ENGINE_AWAY, "it was not let serve")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.hosts["a"], "commit", commit)
+        await fleet.coordinator(replace(LIMITS, settle_s=0.1)).apply(version(2), Kind.BARRIER)
+        await until(lambda: left)
+    assert 0 < left[0] <= 1
+    await fleet.until_serving(a=2)
+    # One that comes back with what was left may not serve it.
+    with pytest.raises(WeightSyncError, match="version 2 was decided") as caught:
+        member.permitted_s(version(1))
+    assert caught.value.reason is Reason.ENGINE_AWAY
 
 
 async def test_of_two_with_one_name_the_later_one_serves(fleet: Fleet) -> None:
@@ -237,6 +299,29 @@ async def test_a_register_that_was_emptied_is_not_followed(fleet: Fleet) -> None
         file.unlink()
     await until(lambda: "it was emptied or put back" in fleet.members["a"].view.why)
     assert fleet.serving == {"a": 2}
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after it is ready"])
+async def test_one_whose_disk_is_full_says_so(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, kind: Kind, late: bool
+) -> None:
+    await fleet.start("a", "b")
+    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    journal = fleet.members["b"]._journal
+
+    async def full(stopped_in: int, seen: int) -> None:
+        if (stopped_in, seen) != (journal.stopped_in, journal.seen) and not (
+            late and not stopped_in
+        ):
+            raise WeightSyncError(Reason.DISK_EXHAUSTED, "writing fleet.json: no space left")
+
+    monkeypatch.setattr(journal, "_write", full)
+    outcome = await fleet.coordinator().apply(version(3), kind)
+    assert outcome.verdict is Verdict.ABORT
+    assert outcome.reason.startswith("b is not ")
+    assert "no space left" in outcome.reason
+    await fleet.until_serving(a=2, b=2)
 
 
 async def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:

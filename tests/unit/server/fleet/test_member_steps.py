@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from weightsync_server.fleet.fleet_history import Apply, History
-from weightsync_server.fleet.fleet_plan import ApplyPhase, FleetPlan, FleetVersion, Kind, Verdict
+from weightsync_server.fleet.fleet_plan import (
+    ApplyPhase,
+    FleetPlan,
+    FleetVersion,
+    Kind,
+    MemberReport,
+    Verdict,
+)
 from weightsync_server.fleet.member_steps import (
+    Commit,
     Fence,
     MemberState,
     Mode,
     Prepare,
     Resume,
+    Say,
     Wait,
     next_step,
 )
@@ -86,3 +97,43 @@ def test_one_that_holds_what_is_not_decided_yet_does_not_serve_it() -> None:
     # What was decided before the apply may be served until it ends.
     state = replace(state, live=_version(2), prepared=Prepare(_version(1)))
     assert next_step(state, History(applies)) == Resume()
+
+
+def test_one_that_holds_the_content_under_another_number_serves_it() -> None:
+    applies = (_apply(1, Kind.BARRIER, committed=True),)
+    other = MemberState("m", FleetVersion(9, _version(2).digest))
+    assert next_step(other, History(applies)) == Say(1, ApplyPhase.DONE, MemberReport(ok=True))
+    fenced = replace(other, mode=Mode.FENCED)
+    assert next_step(fenced, History(applies)) == Resume()
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_one_whose_server_was_restarted_serves_until_its_turn_comes(kind: Kind) -> None:
+    apply = _apply(1, kind, committed=False)
+    begun = replace(_SERVES_OLD, mode=Mode.FENCED, unasked=True)
+    assert next_step(begun, History((apply,))) == Resume()
+    # It goes on to get ready beside that.
+    assert next_step(_SERVES_OLD, History((apply,))) == Prepare(_version(2))
+    if kind is Kind.BARRIER:
+        # Not once it has said, or may have to say, that it stands still.
+        assert next_step(begun, History((replace(apply, pause=True),))) == Prepare(_version(2))
+        ready = replace(begun, said=frozenset({(1, ApplyPhase.READY)}))
+        assert next_step(ready, History((apply,))) == Prepare(_version(2))
+    # Nor what was not decided.
+    assert next_step(replace(begun, live=_version(7)), History((apply,))) == Prepare(_version(2))
+
+
+def test_a_barrier_to_what_is_live_is_prepared_and_committed_as_any() -> None:
+    apply = _apply(1, Kind.BARRIER, committed=False)
+    state = replace(_SERVES_OLD, live=_version(2))
+    wanted = Prepare(_version(2))
+    assert next_step(state, History((apply,))) == wanted
+    still = replace(state, mode=Mode.PAUSED, prepared=wanted)
+    committed = replace(apply, decisions=(Verdict.COMMIT,))
+    assert next_step(still, History((committed,))) == Commit(_version(2))
+
+
+def test_one_that_can_write_nothing_down_is_not_ready() -> None:
+    apply = _apply(1, Kind.ROLLING, committed=False)
+    step = next_step(replace(_SERVES_OLD, ill="the disk is full"), History((apply,)))
+    assert step == Say(1, ApplyPhase.PREPARED, MemberReport(ok=False, reason="the disk is full"))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.server.engine.plant import Engine, engine_set, hurry, limits, shards, until
 from tests.unit.server.world import MODEL, World, world
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
@@ -130,6 +131,23 @@ async def test_a_barrier_that_is_called_off_rejects_nothing(
         assert it.serves() == {2}
 
 
+async def test_a_barrier_to_what_is_live_pauses_and_fences_nothing(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.host.prepare(it.version(1))
+        for engine in engines.values():
+            engine.events.clear()
+        await it.host.pause()
+        assert it.serves() == {0}
+        await it.host.commit(it.version(1))
+        assert it.serves() == {1}
+        for engine in engines.values():
+            assert "pause" in engine.events
+            assert "fence" not in engine.events
+
+
 async def test_what_was_prepared_is_dropped(tmp_path: Path, engines: dict[str, Engine]) -> None:
     async with site(tmp_path, engines) as it:
         await it.up()
@@ -223,6 +241,63 @@ async def test_a_commit_that_fails_serves_nothing(
         await until(lambda: it.host.live() == it.version(1))
         await it.host.resume()
         assert it.serves() == {1}
+
+
+@pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "placed"])
+async def test_a_host_that_stands_still_just_before_it_serves_does_not(
+    tmp_path: Path, engines: dict[str, Engine], prepares: bool
+) -> None:
+    async with prepared(tmp_path, engines) as it:
+        time = it.known.supervisors[0]._host.serving_time
+        until_s: list[float] = []
+
+        def ask(_: object) -> float:
+            if not until_s:
+                until_s.append(clock.boottime() + 0.5)
+            return until_s[0] - clock.boottime()
+
+        async def stands_still() -> None:
+            # As a process that is stopped after it was let serve, until others go on without it.
+            engine.before.pop("resume")
+            await asyncio.sleep(0.6)
+
+        engine = engines["e0"]
+        if prepares:
+            await it.host.pause()
+        else:
+            await it.host.fence("it comes late")
+        time.begins_s, engine.before["resume"] = ask, stands_still
+        with pytest.raises(WeightSyncError):
+            await it.host.commit(it.version(2))
+        assert it.serves() == {0}
+        time.begins_s = lambda _: 5.0
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
+
+
+async def test_a_host_whose_engines_are_dead_says_so_at_once(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        # Else it would be waited for an hour.
+        it.host._limits = limits(prepare_timeout_s=3600.0)
+
+        def dead() -> None:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "connection refused")
+
+        for engine in engines.values():
+            engine.before |= dict.fromkeys(("health", "hello", "fence", "pause"), dead)
+        await it.host.fence("another version was decided")
+        for call in (it.host.prepare(it.version(2)), it.host.commit(it.version(2))):
+            with pytest.raises(WeightSyncError, match="start vLLM, or stop this member") as caught:
+                await call
+            assert caught.value.reason is Reason.ENGINE_AWAY
+        for engine in engines.values():
+            engine.before.clear()
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
 
 
 async def test_a_decision_that_the_disk_refuses_is_written_again(

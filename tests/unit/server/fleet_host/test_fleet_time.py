@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("max_age_s", [0.0, 30.0])
 async def test_engines_get_what_is_left_of_the_last_reading(
-    tmp_path: Path, max_age_s: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_age_s: float
 ) -> None:
     async with world(tmp_path, store=f"file://{tmp_path / 'store'}", slots=3) as here:
         file = JournalFile(tmp_path / "journal", here.model.store.url)
@@ -56,11 +56,22 @@ async def test_engines_get_what_is_left_of_the_last_reading(
             view = service._member.view
             left = left_s()
             assert left is not None
-            assert left == pytest.approx(view.read_at + max_age_s - clock.monotonic(), abs=1)
+            assert left == pytest.approx(view.read_at + max_age_s - clock.boottime(), abs=1)
             view.read_at -= 20
             later = left_s()
             assert later is not None
             assert later == pytest.approx(left - 20, abs=1)
+            with monkeypatch.context() as suspended:
+                # Its engines count the time in which the host was suspended, too.
+                boottime = clock.boottime
+                suspended.setattr(clock, "boottime", lambda: boottime() + 5)
+                later = left_s()
+                assert later is not None
+                assert later == pytest.approx(left - 25, abs=1)
+                assert not service._member.state.stale
+                suspended.setattr(clock, "boottime", lambda: boottime() + 20)
+                later_state = service._member.state
+                assert later_state.stale
             # What says that the host must not serve gives no time, however new it is.
             view.displaced = True
             assert left_s() is None

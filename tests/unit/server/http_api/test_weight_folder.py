@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save_file
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.http_api import weight_folder as module
+from weightsync.model import checkpoint_folder as module
 from weightsync_server.http_api.weight_folder import WeightFolder, open_folder
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def test_a_device_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", None)
     try:
         with pytest.raises(WeightSyncError, match="no regular file"):
-            module._regular("null", devices)
+            module._opened("null", devices, {}, links=False)
     finally:
         os.close(devices)
 
@@ -233,7 +233,7 @@ def test_an_index_that_is_too_long(root: Path, monkeypatch: pytest.MonkeyPatch) 
     folder = _checkpoint(root / "a")
     (folder / _INDEX).write_text('{"weight_map": {"t0": "model.safetensors"}}' + " " * 100)
     assert _names(root, folder)
-    monkeypatch.setattr(module, "_MAX_INDEX_BYTES", 100)
+    monkeypatch.setattr(module, "MAX_INDEX_BYTES", 100)
     assert "is no index" in _refusal(root, folder)
 
 
@@ -244,11 +244,29 @@ def test_the_index_chooses_and_what_it_names_must_be_there(root: Path) -> None:
     assert _names(root, folder) == ["a.safetensors", "b.safetensors"]
     (folder / _INDEX).write_text(json.dumps({"weight_map": weight_map | {"t9": "b.safetensors"}}))
     sentence = _refusal(root, folder)
-    assert '"b.safetensors" holds "t9", which it does not' in sentence
+    assert 'places "t9" in "b.safetensors", which does not hold it' in sentence
     (folder / _INDEX).write_text(json.dumps({"weight_map": weight_map | {"t9": "c.safetensors"}}))
     assert '"c.safetensors" does not exist here' in _refusal(root, folder)
     (folder / _INDEX).write_text(json.dumps({"weight_map": weight_map | {"t9": "\ud800"}}))
     assert "is not UTF-8" in _refusal(root, folder)
+
+
+def test_a_copy_that_the_index_does_not_choose_is_left_out(root: Path) -> None:
+    folder = _checkpoint(root / "a", "a.safetensors", "b.safetensors")
+    save_file({"t0": np.full(1, 9, np.float32), "t1": np.ones(2)}, folder / "b.safetensors")
+    weight_map = {"t0": "a.safetensors", "t1": "b.safetensors"}
+    (folder / _INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    found = open_folder([root], str(folder))
+    assert [(t.shard, t.name) for t in found.layout.tensors] == [(0, "t0"), (1, "t1")]
+    _, size, fd = found.files[1]
+    assert load(os.pread(fd, size, 0))["t1"].tolist() == [1.0, 1.0]
+    # The copy in memory stays; what it was made of must have stayed, too.
+    os.utime(folder / "b.safetensors", ns=(1, 1))
+    with pytest.raises(WeightSyncError, match=r'"b.safetensors" changed'):
+        found.check_unchanged()
+    found.close()
+    (folder / _INDEX).unlink()
+    assert 'twice, in "a.safetensors" and in "b.safetensors"' in _refusal(root, folder)
 
 
 def test_a_folder_that_cannot_be_read_or_is_none(root: Path) -> None:

@@ -119,6 +119,38 @@ async def test_a_body_that_cannot_be_taken(site: _Site, headers: bytes, status: 
     assert not site.requests
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"X-Here: a\r\n b",
+        b"X-Here: a\r\n\tContent-Length: 5",
+        b" X-Here: a",
+        b"Content-Length : 5",
+        b"Content-Length\t: 5",
+        b"Authorization : Bearer x",
+        b"Transfer-Encoding : chunked",
+        b": a",
+        b"nothing",
+        b"X Here: a",
+        b"X-Here\x00: a",
+        b"X-Here: a\x00b",
+        b"X-Here: a\nContent-Length: 5",
+        b"X-Here: a\rContent-Length: 5",
+        b"X-H\xe9re: a",
+    ],
+)
+async def test_a_header_that_others_may_read_otherwise_is_refused(
+    site: _Site, headers: bytes
+) -> None:
+    for more in (b"", b"\r\nHost: x"):
+        answer = await site.ask(b"POST / HTTP/1.1\r\n" + headers + more + b"\r\n\r\n")
+        assert answer.split(b" ")[1] == b"400", answer
+        assert b"header" in answer
+    assert not site.requests
+    await site.ask(b"GET / HTTP/1.1\r\nX-Here:a\r\nY:\r\nZ:  b\tc \r\n\r\n")
+    assert site.requests[0].headers == (("x-here", "a"), ("y", ""), ("z", "b\tc"))
+
+
 async def test_a_body_that_cannot_be_taken_is_refused_as_the_owner_says() -> None:
     def refuse(head: HttpRequest, status: int, sentence: str) -> HttpReply:
         return HttpReply(status, f"<{head.path}: {sentence}>".encode(), "application/x-ours")

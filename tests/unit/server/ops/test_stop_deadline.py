@@ -23,8 +23,8 @@ def _run(body: str, mark: Mark | None = None) -> subprocess.CompletedProcess[str
 
         async def main():
             deadline = StopDeadline({_CODE})
-            deadline.begin(0.2)
-            deadline.begin(600)
+            deadline.begin(0.2, asyncio.get_running_loop())
+            deadline.begin(600, asyncio.get_running_loop())
             {body}
 
         async def forever():

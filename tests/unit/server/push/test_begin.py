@@ -57,6 +57,7 @@ async def test_unknown_model_lists_the_configured_ones(here: World) -> None:
         ({"fallback_reason": "x" * 65}, Reason.REQUEST_INVALID, "fallback_reason"),
         ({"base_content_digest": "0" * 32}, Reason.REQUEST_INVALID, "delta"),
         ({"version": 1 << 53}, Reason.REQUEST_INVALID, "largest"),
+        ({"client_run": "a\nb"}, Reason.REQUEST_INVALID, "client_run"),
         ({"idempotency_key": "k" * 129}, Reason.REQUEST_INVALID, "idempotency_key"),
         ({"layout_digest": "md5:12"}, Reason.REQUEST_INVALID, "layout_digest"),
         ({"shard_count": 5000}, Reason.REQUEST_INVALID, "shards"),

@@ -211,7 +211,7 @@ async def test_fetchers_that_are_lost_fail_the_push_for_who_waits_for_digests(si
 
 
 async def test_who_waits_for_digests_is_not_blamed_for_who_is_slow(tmp_path: Path) -> None:
-    async with world(tmp_path, limits={"writer_timeout_s": 0.4}) as here:
+    async with world(tmp_path, limits={"writer_timeout_s": 1.5}) as here:
         site = Site(here, tmp_path)
         near, far = sharded(version(8, shards=1), 2)
         far.held[0].chunk_bytes = 40
@@ -221,6 +221,6 @@ async def test_who_waits_for_digests_is_not_blamed_for_who_is_slow(tmp_path: Pat
         await far.begin(here)
         for message in far.held[0].all():
             await far.stream(here, [*far.held[0].shard.layout(), far.held[0].boxes(), message])
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.4)
         assert await waiting
         desk.close()

@@ -301,3 +301,18 @@ async def test_segments_are_reused_and_ended_pushes_keep_little(here: World) -> 
     assert after == before
     assert here.budget.reserved == reserved
     assert all(not push.state.shards for push in here.pushes._index._ended.values())
+
+
+async def test_the_log_says_what_a_client_gave_a_push_up_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with world(tmp_path) as here:
+        for reason in ("", "too much\nhas changed"):
+            push = await sent(here, simple())
+            await here.pushes.abort(pb.AbortPushRequest(push_id=push, reason=reason))
+    assert [record.message for record in caplog.records if "ended" in record.message] == [
+        "push of version 1 ended: its client gave it up",
+        "push of version 1 ended: its client gave it up, saying 'too much\\nhas changed'",
+    ]
+    assert {record.levelname for record in caplog.records} == {"INFO"}

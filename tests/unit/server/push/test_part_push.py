@@ -28,7 +28,7 @@ NAMES = ("s0.t0", "s0.t1", "s1.t1", "s1.t3")
 
 @pytest.fixture(name="box_world")
 async def _box_world(tmp_path: Path) -> AsyncIterator[World]:
-    async with world(tmp_path, slots=3, limits={"writer_timeout_s": 0.4}) as made:
+    async with world(tmp_path, slots=3, limits={"writer_timeout_s": 1.5}) as made:
         yield made
 
 

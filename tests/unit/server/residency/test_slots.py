@@ -22,8 +22,8 @@ from tests.unit.server.world import (
     simple,
     world,
 )
+from weightsync import free_memory
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm import free_memory
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb

@@ -398,7 +398,7 @@ async def test_adoption_is_not_bound_to_a_writer(here: World, files: Files) -> N
     [
         ("a.safetensors", b"\x80\x04pickle" * 10, Reason.SHARD_INVALID),
         ("a.safetensors", b"", Reason.SHARD_INVALID),
-        ("a.safetensors", simple(1)[0].data[:-1], Reason.LAYOUT_INVALID),
+        ("a.safetensors", simple(1)[0].data[:-1], Reason.SHARD_INVALID),
         ("a.safetensors", simple(1)[0].data + b"x", Reason.LAYOUT_INVALID),
         ("z.safetensors", simple(9)[0].data, Reason.LAYOUT_INVALID),
     ],

@@ -312,6 +312,7 @@ async def test_a_full_disk_fails_the_commit_cleanly(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.reason == Reason.DISK_EXHAUSTED
+    assert "this process may write 100 bytes per file" in caught.value.message
     assert names(root / "m" / "v1") == ["0.safetensors", "1.safetensors"]
     await store.commit(version.record, version.manifest)
     assert await _reopened(root) == [1]

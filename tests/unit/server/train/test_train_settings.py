@@ -22,7 +22,7 @@ def test_a_trainer_has_a_socket_of_its_own() -> None:
     *others, own = listener_options(settings).endpoints
     assert others == settings.endpoints
     assert (str(own), own.private) == ("unix:/run/w/trainer.sock?role=train", True)
-    options = train_options(settings)
+    options = train_options(settings, "identity")
     assert options is not None
     assert (options.trainer, options.address) == ("tune:Tuner", own.address)
     assert options.states == Path("/var/lib/weightsync/trainer")
@@ -33,7 +33,7 @@ def test_a_trainer_has_a_socket_of_its_own() -> None:
 def test_without_one_there_is_none() -> None:
     settings = _made()
     assert listener_options(settings) == settings.listener_options
-    assert train_options(settings) is None
+    assert train_options(settings, "identity") is None
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,14 @@ class Llm:
             self.drained.set()
 
     async def resume_generation(self) -> None:
-        self.log.append("resume")
+        await self._call_utility_async("resume_scheduler", engine=b"")
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        del engine
+        if method == "resume_scheduler":
+            self.log.append("resume")
+        else:
+            await self._wake_up(*args)
 
     async def is_sleeping(self) -> bool:
         return self.asleep
@@ -73,6 +80,9 @@ class Llm:
         self.asleep = True
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
+        return await self._call_utility_async("wake_up", tags, engine=b"")
+
+    async def _wake_up(self, tags: list[str] | None = None) -> Any:
         self.log.append("wake up")
         self.asleep = tags is not None
 
@@ -187,6 +197,7 @@ async def test_what_vllm_has_loaded_is_served_before_a_proof_while_nobody_has_wr
     # Its proof gives it a label, under a pause.
     llm.digests = [DIGEST, DIGEST]
     lease = await engine.pause(PauseSpec(), 5)
+    assert "proved yet" in engine.condition()[1], "what waits now is not answered unproved later"
     assert await engine.resume(lease.lease_id, 7, DIGEST) is True
     assert llm.log[-2:] == ["label 7", "resume"]
     assert not (await engine.health()).reason
@@ -703,7 +714,7 @@ async def test_what_vllm_takes_too_long_for_fences_until_it_has_returned(what: s
         llm.pause_scheduler_async = pause  # type: ignore[method-assign]
         error = await _refused(engine.pause(PauseSpec(clear_cache=False), 0.05))
     else:
-        lease = await engine.pause(PauseSpec(clear_cache=False), 0.5)
+        lease = await engine.pause(PauseSpec(clear_cache=False), 1.5)
         llm.resume_generation = resume  # type: ignore[method-assign]
         error = await _refused(engine.resume(lease.lease_id, 7, DIGEST))
     assert error.reason is Reason.ENGINE_FENCED

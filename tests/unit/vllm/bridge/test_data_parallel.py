@@ -97,7 +97,11 @@ class Replicas(Llm):
             core.group = self.cores
 
     async def call_utility_all_async(self, utility: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(core.call(utility, args) for core in self.cores))
+        one = self._call_utility_async
+        return await asyncio.gather(*(one(utility, *args, engine=at) for at in self.core_engines))
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: Any) -> Any:
+        return await self.cores[engine].call(method, args)
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         await self.call_utility_all_async("pause_scheduler", mode, clear_cache)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from weightsync import failpoints
 from weightsync.engine import (
     BETWEEN_STEPS,
     FENCES_ON_EXPIRY,
+    PROTOCOL_VERSION,
     EngineState,
     OnExpiry,
     OpenApply,
@@ -30,9 +32,10 @@ from weightsync.engine import (
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge import engine_servicer
+from weightsync.vllm.bridge import engine_owner, engine_servicer
 from weightsync.vllm.bridge.adapter import VllmEngine
 from weightsync.vllm.bridge.engine_servicer import EngineServicer
+from weightsync.wire.rpc_status import from_call
 from weightsync_server.engine.drivers import bridge
 from weightsync_server.engine.drivers.bridge import BridgeEngine
 from weightsync_server.engine.pause_options import duration
@@ -92,10 +95,21 @@ async def _answered(call: Callable[[], Awaitable[object]]) -> WeightSyncError:
     return error
 
 
-async def test_the_server_that_said_hello_last_drives(
+def _of_an_older_release(*servers: BridgeEngine) -> None:
+    """Have servers say hello as those do that know no owners."""
+
+    async def nothing(seconds: float) -> None:
+        """Own nothing."""
+
+    for server in servers:
+        server._ownership.take = nothing  # type: ignore[method-assign] # an older release
+
+
+async def test_of_older_servers_the_one_that_said_hello_last_drives(
     folder: str, first: BridgeEngine, second: BridgeEngine
 ) -> None:
     llm = Llm()
+    _of_an_older_release(first, second)
     async with _bridge(llm, folder) as engine:
         await first.hello()
         await first.resume("", 7, DIGEST)
@@ -125,6 +139,101 @@ async def test_the_server_that_said_hello_last_drives(
         assert (await second.health()).state is EngineState.SERVING
 
 
+async def test_an_owner_that_lives_keeps_its_engine(
+    folder: str, first: BridgeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_owner, "_LEAVES_S", 0.01)
+    second = BridgeEngine(f"unix:{folder}/s", Path("/run/of/the/second"))
+    older = BridgeEngine(f"unix:{folder}/s")
+    _of_an_older_release(older)
+    llm = Llm()
+    async with _bridge(llm, folder) as engine:
+        await first.hello()
+        await first.resume("", 7, DIGEST)
+        llm.log.clear()
+        for call in (second.hello, second.health, lambda: second.fence("no")):
+            error = await _refused(call())
+            assert error.reason is Reason.ENGINE_OWNED
+            assert f"pid {os.getpid()}, run_dir unknown" in error.message
+        # An older server is told so, too, by a reason that it knows.
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await older._stub.Hello(pb.HelloRequest(protocol=PROTOCOL_VERSION, server_id="older"))
+        told = from_call(caught.value)
+        assert told is not None
+        assert told.reason is Reason.ENGINE_REFUSED
+        assert llm.log == []
+        assert (await first.health()).state is engine.condition()[0] is EngineState.SERVING
+        await first.close()
+        await _answered_at_last(second.hello)
+        await second.fence("of the second")
+        await second.close()
+        await older.close()
+
+
+async def test_an_owner_whose_connection_broke_takes_the_engine_back_when_the_other_is_gone(
+    folder: str, first: BridgeEngine, second: BridgeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_owner, "_LEAVES_S", 0.01)
+    async with _bridge(Llm(), folder) as engine:
+        await first.hello()
+        await first.resume("", 7, DIGEST)
+        # As where the connection breaks, and the process lives.
+        first._ownership.close()
+        await _answered_at_last(second.hello)
+        error = await _refused(first.health())
+        assert error.reason is Reason.ENGINE_OWNED
+        assert (await _refused(first.fence("no"))).reason is Reason.ENGINE_OWNED
+        await second.fence("of the second")
+        await second.close()
+        async with asyncio.timeout(5):
+            while (error := await _refused(first.health())).reason is Reason.ENGINE_OWNED:  # noqa: ASYNC110 - polled
+                await asyncio.sleep(0.01)
+        assert error.reason is Reason.ENGINE_AWAY
+        assert "takes it back" in error.message
+        # Now it is asked how it is, and then hello is said.
+        assert (await first.health()).state is EngineState.FENCED
+        await first.hello()
+        await first.resume("", 7, DIGEST)
+        assert engine.condition()[0] is EngineState.SERVING
+
+
+async def test_a_bridge_of_an_older_release_obeys_who_said_hello_last(
+    folder: str, first: BridgeEngine, second: BridgeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineServicer, "Own", engine_pb2_grpc.EngineServiceServicer.Own)
+    async with _bridge(Llm(), folder):
+        await first.hello()
+        await second.hello()
+        error = await _refused(first.health())
+        assert error.reason is Reason.ENGINE_REFUSED
+        assert "stop one of the two" in error.message
+        await second.resume("", 7, DIGEST)
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [pb.Owner(), pb.Owner(server_id="a" * 65), pb.Owner(server_id="a", run_dir="b" * 5000)],
+)
+async def test_what_names_no_owner_is_refused(
+    folder: str, first: BridgeEngine, owner: pb.Owner
+) -> None:
+    async with _bridge(Llm(), folder):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await first._stub.Own(pb.OwnRequest(owner=owner)).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await first.hello()
+
+
+async def _answered_at_last(call: Callable[[], Awaitable[object]]) -> None:
+    """Return when a call is answered that is refused as long as another owner is there."""
+    async with asyncio.timeout(5):
+        while True:
+            with contextlib.suppress(WeightSyncError):
+                await call()
+                return
+            await asyncio.sleep(0.01)
+
+
 async def test_a_server_that_connects_learns_which_apply_is_open(
     folder: str, first: BridgeEngine, second: BridgeEngine
 ) -> None:
@@ -136,6 +245,7 @@ async def test_a_server_that_connects_learns_which_apply_is_open(
         apply = OpenApply("a1", 7, 8)
         await first.pause(PauseSpec(on_expiry=OnExpiry.FENCE, apply=apply), 0.05)
         await _until(lambda: engine.condition()[0] is EngineState.FENCED)
+        await first.close()
         info, health = await second.hello(), await second.health()
         assert info.state is health.state is EngineState.FENCED
         assert info.open_apply == health.open_apply == apply
@@ -249,6 +359,7 @@ async def test_updates_are_watched_over_the_socket_until_the_watcher_leaves(
             assert await waiting == WaitingUpdate("u", "weightsync_ipc", "step 3")
             # A server that takes over takes the watch, too.
             waiting = asyncio.ensure_future(anext(updates))
+            first._ownership.close()
             await second.hello()
             async with contextlib.aclosing(second.updates.watch()) as others:
                 other = asyncio.ensure_future(anext(others))
@@ -303,3 +414,15 @@ async def test_server_and_bridge_of_two_releases_speak_what_both_know(
             error = await _refused(first.hello())
             assert error.reason is Reason.ENGINE_UNSUPPORTED
             assert "same weightsync release on both sides" in error.message
+
+
+async def test_a_server_that_cannot_drive_an_engine_leaves_it_to_one_that_can(
+    monkeypatch: pytest.MonkeyPatch, folder: str, first: BridgeEngine, second: BridgeEngine
+) -> None:
+    monkeypatch.setattr(engine_owner, "_LEAVES_S", 0.01)
+    async with _bridge(Llm(), folder):
+        with monkeypatch.context() as older:
+            _speaking(older, bridge, 99, 99)
+            assert (await _refused(first.hello())).reason is Reason.ENGINE_UNSUPPORTED
+        await _answered_at_last(second.hello)
+        await second.fence("of the second")

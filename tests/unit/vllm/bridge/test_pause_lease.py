@@ -48,7 +48,7 @@ async def test_what_was_committed_keeps_its_label_when_nobody_resumes() -> None:
     llm = Llm()
     engine = await _serving(llm)
     llm.digests = ["b" * 32] * 2
-    await engine.pause(PauseSpec(), 0.5)
+    await engine.pause(PauseSpec(), 1.5)
     await engine.call_workers("weightsync_commit", {"apply_id": "x", "version": 8})
     await _until(lambda: _state(engine) is EngineState.SERVING)
     assert llm.log[-2:] == ["label 8", "resume"]
@@ -57,7 +57,7 @@ async def test_what_was_committed_keeps_its_label_when_nobody_resumes() -> None:
 async def test_a_server_that_tells_no_version_loses_no_label() -> None:
     llm = Llm()
     engine = await _serving(llm)
-    await engine.pause(PauseSpec(), 0.5)
+    await engine.pause(PauseSpec(), 1.5)
     await engine.call_workers("weightsync_commit", {"apply_id": "x"})
     await _until(lambda: _state(engine) is EngineState.SERVING)
     assert llm.log[-2:] == ["label 7", "resume"]

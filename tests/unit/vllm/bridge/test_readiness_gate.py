@@ -15,10 +15,17 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "passed"})
 
 
-async def _request(state: EngineState | None, path: str, kind: str = "http", **more: Any) -> Any:
+async def _request(
+    state: EngineState | None,
+    path: str,
+    kind: str = "http",
+    reason: str | None = None,
+    **more: Any,
+) -> Any:
     gate_state = GateState()
     if state is not None:
-        gate_state.condition = lambda: (state, "because of that")
+        default = "" if state in ("serving", "paused") else "because of that"
+        gate_state.condition = lambda: (state, default if reason is None else reason)
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -34,6 +41,16 @@ async def _request(state: EngineState | None, path: str, kind: str = "http", **m
 @pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.PAUSED])
 async def test_open_states_pass(state: EngineState) -> None:
     assert await _request(state, "/v1/completions") == [{"type": "passed"}]
+
+
+@pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.PAUSED])
+async def test_what_nobody_has_proved_yet_answers_nothing(state: EngineState) -> None:
+    start, body = await _request(state, "/v1/completions", reason="nobody has proved it yet")
+    assert start["status"] == 503
+    assert b"nobody has proved it yet" in body["body"]
+    assert await _request(state, "/health", reason="nobody has proved it yet") == [
+        {"type": "passed"}
+    ]
 
 
 @pytest.mark.parametrize("state", [EngineState.UNRECONCILED, EngineState.FENCED, EngineState.DEAD])

@@ -116,7 +116,7 @@ class _Site:
         self.settled = 0
         self.turns = DeviceTurns(lambda: self.applies, self._settle)
         self.updates = ReceivedUpdates(
-            self._call, "weightsync_nccl", lambda: (self.state, "as the test says"), 0.3, self.turns
+            self._call, "weightsync_nccl", lambda: (self.state, "as the test says"), 1.5, self.turns
         )
         self.taken: list[dict[str, torch.Tensor]] = []
         self.says = ""
@@ -230,7 +230,7 @@ async def test_a_tensor_that_did_not_come_voids_the_update_alone(site: _Site, ra
 async def test_a_rank_that_gets_nothing_is_not_waited_for_for_ever(site: _Site, rank: int) -> None:
     site.ranks[rank].gate.clear()
     said = await _refusal(site.send())
-    assert f"rank 0/0/{rank} did not receive the update: nothing came for 0.3 s" in said
+    assert f"rank 0/0/{rank} did not receive the update: nothing came for 1.5 s" in said
     # That is what ends its wait.
     assert await asyncio.to_thread(site.ranks[rank].closed.wait, 10)
     sink = site.ranks[rank].receiver._sink
@@ -370,7 +370,7 @@ async def test_memory_of_an_update_that_nobody_finishes_is_given_back(
     async with asyncio.timeout(10):
         while _open_files() > before:  # noqa: ASYNC110 - nobody tells when it is dropped
             await asyncio.sleep(0.02)
-    assert "is dropped: no verb came for 0.3 s" in caplog.text
+    assert "is dropped: no verb came for 1.5 s" in caplog.text
     assert "no verb came" in await _refusal(site.updates.finish(""))
     # That is no matter of the connection to the trainer.
     await site.send()
@@ -389,7 +389,7 @@ async def test_two_trainers_are_never_one_update(site: _Site) -> None:
 async def test_an_update_that_was_not_finished_is_dropped_by_the_next(site: _Site) -> None:
     await site.updates.start()
     await site.updates.receive(_info({"a": _SENT["a"]}))
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(2)
     await site.send({"b": _SENT["b"]})
     assert [list(found) for found in site.taken] == [["b"]]
 

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 
+from tests.support.clocks import Clocks
 from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm, _serving, _state, _until
 from tests.unit.vllm.bridge.test_engine_servicer import _bridge
 from weightsync.engine import LIMITS_SERVING, EngineState, OnExpiry, OpenApply, PauseSpec
@@ -43,6 +44,23 @@ async def test_an_engine_that_hears_nothing_is_fenced_and_goes_on_when_it_is_let
     await engine.close()
 
 
+async def test_no_request_passes_after_a_suspension_of_the_host_in_which_time_ran_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    clocks = Clocks.over(monkeypatch)
+    await engine.serve_for(60)
+    assert (await engine.health()).state is EngineState.SERVING
+    # The timer comes late: the event loop's clock stood still.
+    clocks.suspended += 60
+    state, reason = engine.condition()
+    assert state is EngineState.FENCED
+    assert "weightsync-server" in reason
+    await _until(lambda: llm.log == [("keep", False)])
+    await engine.close()
+
+
 async def test_no_engine_serves_again_before_it_is_given_time() -> None:
     llm = Llm()
     engine = await _serving(llm)
@@ -64,8 +82,7 @@ async def test_a_pause_that_would_resume_is_fenced_and_its_lease_ends() -> None:
     await engine.serve_for(0.02)
     await _fenced(engine)
     # Nobody has the lease any more.
-    await _until(lambda: not engine._changes.locked())
-    assert not engine._lease.id
+    await _until(lambda: not engine._lease.id)
     assert lease.lease_id
     await engine.close()
 
@@ -118,6 +135,7 @@ async def test_only_who_drives_an_engine_says_for_how_long_it_serves() -> None:
             await first._stub.Health(pb.HealthRequest(serve_for=duration(0)))
             assert engine._limit._until == limited
             # A server that has just come leaves it until it knows.
+            first._ownership.close()
             await second.hello()
             assert engine._limit._until == limited
             await first.serve_for(0)

@@ -13,7 +13,7 @@ from weightsync.vllm.draft import draft_refusals
 
 
 def _refusals(
-    parallel: dict[str, Any], *, cores: int | None = None, client: Any = None
+    parallel: dict[str, Any], *, cores: int | None = None, client: Any = None, **more: Any
 ) -> tuple[str, ...]:
     sizes = {
         "data_parallel_size": 1,
@@ -28,6 +28,7 @@ def _refusals(
         model_config=SimpleNamespace(quantization=None, use_mla=False),
         lora_config=None,
         speculative_config=None,
+        **more,
     )
     engines = range(sizes["data_parallel_size"] if cores is None else cores)
     client = client or SimpleNamespace(core_engines=list(engines), call_utility_all_async=None)
@@ -73,6 +74,40 @@ def test_what_cannot_work_is_refused_in_one_sentence(
     (told,) = _refusals(parallel, cores=cores)
     assert sentence in told
     assert ". " not in told
+
+
+_CHILDREN = {"connectors": [{"kv_connector": "LMCacheConnectorV1"}, {"kv_connector": "Nixl"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "transfer", "told"),
+    [
+        ("kv", {"kv_connector": "LMCacheConnectorV1"}, "the KV connector LMCacheConnectorV1 is"),
+        ("kv", {"kv_connector": "FlexKVConnectorV1"}, "connector FlexKVConnectorV1 is"),
+        ("kv", {"kv_connector": "OffloadingConnector"}, "connector OffloadingConnector is"),
+        ("kv", {"kv_connector": "of.others", "kv_connector_extra_config": {}}, "of.others is"),
+        (
+            "kv",
+            {"kv_connector": "MultiConnector", "kv_connector_extra_config": _CHILDREN},
+            "MultiConnector (LMCacheConnectorV1, Nixl) is not supported",
+        ),
+        ("ec", {"ec_connector": "ECExampleConnector"}, "connector ECExampleConnector is"),
+    ],
+)
+def test_a_cache_outside_of_the_engine_is_refused_by_name(
+    name: str, transfer: dict[str, Any], told: str
+) -> None:
+    config: dict[str, Any] = {f"{name}_transfer_config": SimpleNamespace(**transfer)}
+    (sentence,) = _refusals({}, **config)
+    assert told in sentence
+    assert f"start vLLM without --{name}-transfer-config" in sentence
+
+
+@pytest.mark.parametrize("name", ["kv", "ec"])
+def test_no_cache_outside_of_the_engine_is_none_to_refuse(name: str) -> None:
+    for transfer in (None, SimpleNamespace(kv_connector=None, ec_connector=None)):
+        config: dict[str, Any] = {f"{name}_transfer_config": transfer}
+        assert _refusals({}, **config) == ()
 
 
 def test_engine_cores_that_cannot_be_asked_one_by_one_are_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.unit.vllm.conftest import ToyModel, layout_of, load_for_real, toy_tensors
 from weightsync.vllm.plan.capture import capture_plan, unplaced
 from weightsync.vllm.plan.live_params import LiveParameters, view_of
-from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError
+from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, check_against_base
 
 
 def _capture(model: Any, tensors: dict[str, torch.Tensor]) -> LoadPlan:
@@ -196,6 +196,33 @@ def test_two_tensors_in_one_place_are_refused() -> None:
     assert sorted(caught.value.names) == ["k", "q"]
 
 
+def test_a_tied_head_that_was_written_twice_repeats_the_embeddings() -> None:
+    class Tied(ToyModel):
+        def load_one(self, name: str, tensor: torch.Tensor) -> None:
+            # As vLLM does where the head is the embeddings' own parameter.
+            super().load_one("down" if name == "copy" else name, tensor)
+
+    tensors = toy_tensors(1)
+    copy = {"copy": tensors["down"].clone()}
+    for twice in (copy | tensors, tensors | copy):
+        plan = _capture(Tied(), twice)
+        assert plan.ignored == ("copy",)
+        assert "down" in plan.loaded
+        digests = {name: tensor.numpy().tobytes() for name, tensor in twice.items()}
+        plan.note_ignored(digests, frozenset(plan.ignored))
+        assert plan.same_as == {"copy": "down"}
+        # A trainer leaves it out, or sends the same once more; something else is refused.
+        check_against_base(layout_of(tensors), plan, alone=True)
+        plan.accept_ignored(digests, plan, frozenset(plan.ignored))
+        stale = digests | {"copy": b"other"}
+        with pytest.raises(PlanRefusedError, match="they are not alike; leave them out"):
+            plan.accept_ignored(stale, plan, frozenset(plan.ignored))
+        # Nor where it was another one at adoption: which of them counts, their order decides.
+        plan.same_as["copy"] = ""
+        with pytest.raises(PlanRefusedError, match="they are not alike"):
+            plan.accept_ignored(stale, plan, frozenset(plan.ignored))
+
+
 def test_overlap_is_found_in_strided_places() -> None:
     class Overlapping(ToyModel):
         def load_one(self, name: str, tensor: torch.Tensor) -> None:
@@ -259,3 +286,43 @@ def test_what_a_loader_puts_into_bare_attributes_is_put_back() -> None:
     bare = model.indices, model.cached
     _capture(model, toy_tensors(2))
     assert (model.indices, model.cached) == bare
+
+
+class _Reranker(ToyModel):
+    """Borrows a head while it is loaded, as vLLM does for models that are made of generators."""
+
+    error: BaseException | None = None
+
+    def load_weights(self, weights: Any) -> set[str]:
+        self.lm_head = torch.nn.Linear(4, 8, bias=False)
+        rank, mask = self.rank, self._buffers.pop("mask")
+        self.rank, self.notes = 7, [rank]
+        del self.embed
+        del self.absorbed
+        if self.error is not None:
+            raise self.error
+        weights = list(weights)
+        self.lm_head.weight.data.copy_(dict(weights)["head"])
+        self.register_buffer("mask", mask)
+        return set()
+
+
+@pytest.mark.parametrize("error", [None, MemoryError(), KeyboardInterrupt()])
+def test_a_capture_that_fails_leaves_no_trace(error: BaseException | None) -> None:
+    model = _Reranker()
+    model.register_buffer("mask", torch.ones(2))
+    model.register_buffer("other", torch.ones(2))
+    model.absorbed = model.qk.detach().T
+    model.error = error
+    attributes, before = dict(vars(model)), _tensors(model)
+    with pytest.raises((PlanRefusedError, MemoryError, KeyboardInterrupt)):
+        _capture(model, toy_tensors(2))
+    assert [name for name, _ in model.named_modules()] == [""]
+    assert list(vars(model)) == list(attributes)
+    assert all(vars(model)[name] is value for name, value in attributes.items())
+    assert _tensors(model) == before
+
+
+def _tensors(model: torch.nn.Module) -> list[tuple[str, int]]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, id(tensor)) for name, tensor in tensors]

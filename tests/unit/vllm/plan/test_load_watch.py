@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import functools
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests.unit.vllm.conftest import watched_load
 from weightsync.vllm.plan.forward_tensors import forward_tensors
-from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.plan.load_watch import check_complete, made_by_loading, watch_loading
+from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, Strides
+from weightsync.vllm.plan.load_watch import (
+    check_complete,
+    check_read,
+    made_by_loading,
+    watch_loading,
+)
+from weightsync.vllm.plan.model_parts import ModelWithDraft
+from weightsync.vllm.plan.read_watch import _VALUES, values_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -247,3 +256,114 @@ def test_paths_are_the_names_that_torch_gives() -> None:
     paths = [path for path, _ in forward_tensors(model)]
     assert paths[:2] == ["layer.weight", "layer.rotary"]
     assert sorted(paths) == ["layer.cache", "layer.rotary", "layer.scale", "layer.weight"]
+
+
+class _Scaled(torch.nn.Module):
+    """Is given a scale, from which its last step of loading makes something, or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.default = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.number = 1.0
+        self.other = 0.5
+        self.last: Any = id
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "scale":
+                self.scale.data.copy_(tensor)
+            elif name == "looked at":
+                assert tensor.sum() > 0
+
+    def process(self) -> None:
+        self.last(self)
+
+
+def _computed(last: Callable[[_Scaled], object]) -> frozenset[str]:
+    def made() -> _Scaled:
+        model = _Scaled()
+        model.last = last
+        return model
+
+    from weightsync.vllm.plan import load_watch
+
+    tensors = {name: torch.ones(2) for name in ("scale", "looked at", "left")}
+    model = watched_load(made, tensors)
+    assert "load_weights" not in vars(model)
+    loaded = load_watch._made[model]
+    assert loaded.read == frozenset({"scale", "looked at"})
+    return loaded.computed
+
+
+def _new(model: _Scaled) -> None:
+    model.made = 3.0 * model.scale.max().item()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("last", "computed"),
+    [
+        (lambda model: None, set()),
+        (lambda model: setattr(model, "other", 0.25), {"other"}),
+        # Equal to what it was, and from what was loaded.
+        (lambda model: setattr(model, "number", model.scale[0].item()), {"number"}),
+        (lambda model: setattr(model, "number", float(model.scale[0])), {"number"}),
+        (lambda model: setattr(model, "number", model.scale.tolist()[0]), {"number"}),
+        (lambda model: setattr(model, "number", float(model.scale.numpy()[0])), {"number"}),
+        (lambda model: setattr(model, "number", model.scale.max().item()), {"number"}),
+        (_new, {"made", "number"}),
+        # What was not loaded is what it is with any checkpoint.
+        (lambda model: setattr(model, "number", model.default[0].item()), set()),
+        (lambda model: setattr(model, "more", 1.5), set()),
+    ],
+)
+def test_numbers_that_come_from_the_weights_are_known(
+    last: Callable[[_Scaled], object], computed: set[str]
+) -> None:
+    assert _computed(last) == computed
+
+
+def test_torch_is_as_before_when_a_model_was_loaded() -> None:
+    before = {name: getattr(torch.Tensor, name) for name in _VALUES}
+    seen: list[float] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        # Digests read integers.
+        if tensor.is_floating_point():
+            seen.append(tensor.sum().item())
+
+    # As in a loader, which watches by itself a load that is watched.
+    with values_read(note):
+        assert _computed(lambda model: setattr(model, "number", model.scale[0].item())) == {
+            "number"
+        }
+        assert seen == [1.0]
+        torch.ones(3).tolist()
+    assert seen == [1.0, 3.0]
+    assert {name: getattr(torch.Tensor, name) for name in _VALUES} == before
+    assert not {"item", "tolist", "numpy"} & vars(torch.Tensor).keys()
+
+
+@pytest.mark.parametrize("repeats", ["", "shared", "repeats"])
+def test_what_a_draft_has_read_counts_under_its_name_in_versions(repeats: str) -> None:
+    given = {name: torch.ones(2) for name in ("scale", "looked at")}
+    target, draft = watched_load(_Scaled, {"scale": torch.ones(2)}), watched_load(_Scaled, given)
+    both = ModelWithDraft(target, draft, "draft.")
+    names = ("scale", "draft.scale", "draft.looked at", "draft.left")
+    whole = Strides(0, (2,), (1,))
+    plan = LoadPlan(
+        "",
+        dict.fromkeys(names, ("F32", (2,))),
+        tuple(Slice(name, name, whole, whole, cast=False) for name in names[:2]),
+        {},
+    )
+    if repeats:
+        # What vLLM serves from its target, or loads into one place, is compared with that.
+        same = {"draft.looked at": "scale"}
+        shares = repeats == "shared"
+        alike = replace(plan, shared=same) if shares else replace(plan, repeats=same)
+        assert check_read(both, alike).unread == {"draft.left"}
+        return
+    with pytest.raises(PlanRefusedError, match=r"vLLM read draft\.looked at") as refused:
+        check_read(both, plan)
+    assert refused.value.names == ["draft.looked at"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -185,6 +186,27 @@ def test_a_parameter_that_was_replaced_is_found(
         memory.check_unmoved(state_of(model, PATHS))
 
 
+class Helped(torch.nn.Module):
+    """Has a number in a helper object, as vLLM's quantised layers have scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+        self.helper = SimpleNamespace(scale=1.0)
+
+
+def test_a_helper_object_that_was_replaced_is_found() -> None:
+    model = Helped()
+    state = state_of(model, {"weight"})
+    assert list(state.numbers) == ["helper.scale"]
+    memory = ExchangedMemory(state, OPS, THREADS)
+    memory.check_unmoved(state_of(model, {"weight"}))
+    # The same path and the same number: kernels read it from the new one.
+    model.helper = SimpleNamespace(scale=1.0)
+    with pytest.raises(ParameterChangedError, match="restart vLLM"):
+        memory.check_unmoved(state_of(model, {"weight"}))
+
+
 class HalfExchange:
     """Exchanges some of it and fails."""
 
@@ -199,3 +221,66 @@ class HalfExchange:
             right.copy_(kept)
         msg = "it broke off"
         raise OSError(msg)
+
+
+class Scaled(torch.nn.Module):
+    """Has scales of a cache in a tensor and as a number, as vLLM's attention has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+        self._k_scale: torch.Tensor
+        self.register_buffer("_k_scale", torch.tensor(1.0))
+        self._k_scale_float = 1.0
+        self.limits = {"largest": 7.0}
+
+
+def scaled(model: Scaled) -> tuple[ExchangedMemory, LoadedVersion, LoadedVersion]:
+    """Return what is exchanged of a model, what is live, and what is loaded beside it."""
+    state = state_of(model, {"weight", "_k_scale"})
+    memory = ExchangedMemory(state, OPS, THREADS)
+    rows = row_digests(OPS, rows_of(state.memory), THREADS)
+    memory.in_model = old = LoadedVersion("old", tuple(rows), state.numbers)
+    arena = [piece.clone() for piece in state.memory]
+    arena[state.form.tensors["_k_scale"].span].view(torch.float32).fill_(0.02)
+    index = memory.replaceable(1)
+    memory.put_arena(index, arena)
+    digests = tuple(row_digests(OPS, rows_of(arena), THREADS))
+    new = LoadedVersion("new", digests, {"_k_scale_float": (0.02).hex()})
+    memory.set_version(index, new)
+    return memory, old, new
+
+
+def test_numbers_go_with_the_bytes_and_come_back_with_them() -> None:
+    model = Scaled()
+    memory, old, new = scaled(model)
+    assert old.numbers == {"_k_scale_float": (1.0).hex()}
+    memory.write(new, THREADS)
+    assert (model._k_scale_float, model._k_scale.item()) == (0.02, torch.tensor(0.02).item())
+    assert memory.unlike(new, THREADS) == []
+    memory.write(old, THREADS)
+    assert (model._k_scale_float, model._k_scale.item()) == (1.0, 1.0)
+    assert memory.unlike(old, THREADS) == []
+    # What an exchange has left behind that broke off before the numbers.
+    memory.write(new, THREADS)
+    model._k_scale_float = 1.0
+    assert memory.unlike(new, THREADS) == ["_k_scale_float"]
+    assert memory.in_model is None
+    memory.write(new, THREADS)
+    assert memory.unlike(new, THREADS) == []
+
+
+def test_other_scales_read_a_cache_otherwise() -> None:
+    memory, old, new = scaled(Scaled())
+    assert memory.reads_cache_otherwise(new)
+    assert not memory.reads_cache_otherwise(old)
+    number = LoadedVersion("number", old.digests, new.numbers)
+    assert memory.reads_cache_otherwise(number)
+    tensor = LoadedVersion("tensor", new.digests, old.numbers)
+    assert memory.reads_cache_otherwise(tensor)
+    # Other weights alone: keys are old then, and are what they were.
+    rows = [
+        mine if memory.form.tensors["_k_scale"].span == span else b"another"
+        for span, mine in zip(memory._spans, old.digests, strict=True)
+    ]
+    assert not memory.reads_cache_otherwise(LoadedVersion("w", tuple(rows), old.numbers))

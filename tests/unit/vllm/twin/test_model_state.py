@@ -63,12 +63,12 @@ def test_two_loads_have_one_form_and_json_keeps_it() -> None:
     assert StateForm.from_json(one.to_json()) == other
 
 
-def test_another_shape_number_or_alias_is_named() -> None:
+def test_another_shape_alias_or_one_number_more_is_named() -> None:
     form = state_of(model(), PATHS).form
     assert form.differences(state_of(model(rows=6), PATHS).form) == ["0.weight"]
-    scaled = model()
-    scaled[0].scale_float = 3.0
-    assert form.differences(state_of(scaled, PATHS).form) == ["0.scale_float"]
+    other = model()
+    other[0].another_float = 3.0
+    assert form.differences(state_of(other, PATHS).form) == ["0.another_float"]
     apart = model()
     apart[0].absorbed = apart[0].absorbed.clone()
     assert "0.absorbed" in form.differences(state_of(apart, PATHS).form)
@@ -121,7 +121,18 @@ def test_a_model_that_nobody_saw_being_loaded_is_refused() -> None:
         weight_paths(model())
 
 
-def test_a_handle_of_one_process_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("plain", "amx", "remedy"),
+    [
+        ("0", True, "restart vLLM with WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1"),
+        # int8: with it vLLM keeps from kernels that would leave tensors.
+        ("1", True, "restart vLLM with 0"),
+        ("1", False, "serve the model on a GPU"),
+    ],
+)
+def test_a_handle_of_one_process_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, plain: str, amx: bool, remedy: str
+) -> None:
     class Handler:
         """As vLLM's, of weights that oneDNN has packed."""
 
@@ -130,6 +141,45 @@ def test_a_handle_of_one_process_is_refused_by_name() -> None:
 
     packed = model()
     packed.handler = Handler()
-    with pytest.raises(PlanRefusedError, match="memory that cannot be copied") as refused:
+    monkeypatch.setenv("WEIGHTSYNC_CPU_PLAIN_WEIGHTS", plain)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    match = f"memory that cannot be copied; .*{remedy}"
+    with pytest.raises(PlanRefusedError, match=match) as refused:
         state_of(packed, [*PATHS, "handler.handler_tensor"])
     assert refused.value.names == ["handler.handler_tensor"]
+
+
+def test_numbers_are_what_there_was_when_loading_ended() -> None:
+    class Loader:
+        def load_model(self) -> Any:
+            return loaders.initialize_model()
+
+    loaders = SimpleNamespace(initialize_model=model, BaseModelLoader=Loader)
+    watch_loading(loaders)
+    live, second = Loader().load_model(), Loader().load_model()
+    live[0].table = {"theta": 5.0}
+    before = state_of(live, PATHS).form
+    # As kernels keep when they run first what they have made of the scales.
+    live[0].bmm1_scale = 0.125
+    state = state_of(live, PATHS)
+    assert state.numbers == {"0.scale_float": (2.0).hex()}
+    assert set(state.later) == {"0.bmm1_scale", "0.table['theta']"}
+    assert state.form == before
+    assert state.form.differences(state_of(second, PATHS).form) == []
+
+
+def test_numbers_that_no_attribute_holds_are_compared_by_value() -> None:
+    one, other = model(), model()
+    one[0].table, other[0].table = {"theta": 5.0}, {"theta": 6.0}
+    form = state_of(one, PATHS).form
+    assert form.differences(state_of(other, PATHS).form) == ["0.table['theta']"]
+
+
+def test_a_scale_that_loading_left_as_it_was_belongs_to_the_weights() -> None:
+    class Loader:
+        def load_model(self) -> Any:
+            return loaders.initialize_model()
+
+    loaders = SimpleNamespace(initialize_model=model, BaseModelLoader=Loader)
+    watch_loading(loaders)
+    assert "0.scale" in weight_paths(Loader().load_model())

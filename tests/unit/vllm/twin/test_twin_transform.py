@@ -14,7 +14,9 @@ from weightsync.vllm.apply.host_ops import HostOps
 from weightsync.vllm.apply.transform import NeedsLoadError, TransformRequest
 from weightsync.vllm.plan import load_watch
 from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.twin.load_facts import check_numbers
 from weightsync.vllm.twin.loader_process import LoaderError
+from weightsync.vllm.twin.model_state import ModelState, StateForm
 from weightsync.vllm.twin.twin_transform import TwinTransform
 from weightsync.vllm.worker.rank_job import caught
 
@@ -64,12 +66,16 @@ class _Watched(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(100), requires_grad=False)
 
 
+#: Of a model of which loading made nothing.
+NOTHING = load_watch._Loaded(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
+
+
 def test_a_load_without_room_is_refused_before_it_begins(
     staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
     model = _Watched()
-    monkeypatch.setitem(load_watch._made, model, frozenset())
+    monkeypatch.setitem(load_watch._made, model, NOTHING)
     room = 799
     twin = TwinTransform(model, cpu, HostOps(cpu), _start, 1, lambda: room)
     with pytest.raises(PlanRefusedError, match=r"at least 800 bytes .* 799; set WEIGHTSYNC_DEVICE"):
@@ -81,7 +87,7 @@ def test_a_load_without_room_is_refused_before_it_begins(
 
 def test_loaders_do_not_meet_where_others_were_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, model = torch.device("cpu"), _Watched()
-    monkeypatch.setitem(load_watch._made, model, frozenset())
+    monkeypatch.setitem(load_watch._made, model, NOTHING)
     twin = TwinTransform(model, cpu, HostOps(cpu), _start, 1, _unbounded)
     twin._starts.note("0" * 32)
     twin.unload()
@@ -97,3 +103,25 @@ def test_a_report_tells_that_it_must_be_loaded() -> None:
         raise NeedsLoadError
 
     assert caught(prepare)["phase"] == "needs_load"
+
+
+@pytest.mark.parametrize(
+    ("fixed", "later", "why"),
+    [
+        ("", (), ""),
+        ("captured; start vLLM with --enforce-eager", (), "--enforce-eager"),
+        ("", ("impl.bmm1_scale",), "kernels have made impl.bmm1_scale"),
+    ],
+)
+def test_other_numbers_are_taken_where_what_runs_notices_them(
+    fixed: str, later: tuple[str, ...], why: str
+) -> None:
+    form = StateForm({}, (), {})
+    live = ModelState(form, (), {}, numbers={"a": "1", "b": "2"}, later=later)
+    check_numbers({"a": "1", "b": "2"}, live, fixed)
+    if not why:
+        check_numbers({"a": "1", "b": "3"}, live, fixed)
+        return
+    with pytest.raises(PlanRefusedError, match=why) as refused:
+        check_numbers({"a": "1", "b": "3"}, live, fixed)
+    assert refused.value.names == ["b"]

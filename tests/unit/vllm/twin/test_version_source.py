@@ -12,8 +12,9 @@ from tests.support.staging import Staging
 from weightsync.shm.staged_version import read_document
 from weightsync.vllm.apply.segment_mappings import SegmentMappings
 from weightsync.vllm.plan.model_parts import PartNames
+from weightsync.vllm.plan.read_watch import ReadWatch
 from weightsync.vllm.plan.staged_tensors import StagedTensors
-from weightsync.vllm.twin.version_source import ReadWatch, VersionSource
+from weightsync.vllm.twin.version_source import VersionSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +38,8 @@ def test_only_what_was_read_counts(staging: Staging) -> None:
     layout, mappings = staged.manifest.layout, SegmentMappings()
     bytes_of = StagedTensors(layout, mappings.map(path, staged.segments))
     source = VersionSource(layout, bytes_of, seen.append)
-    with ReadWatch(source) as watch:
-        for name, tensor in source.of_part(PartNames()):
+    with ReadWatch() as watch:
+        for name, tensor in source.of_part(PartNames(), watch):
             view = tensor.t()[1:].detach()
             if name == "copied":
                 target.copy_(tensor)
@@ -49,3 +50,19 @@ def test_only_what_was_read_counts(staging: Staging) -> None:
     assert watch.read == {"copied", "sliced", "converted"}
     assert seen == [0, 1, 2, 3]
     assert torch.equal(target[1:], tensors["copied"][1:])
+
+
+def test_a_buffer_that_is_used_again_holds_the_last_tensor() -> None:
+    buffer, target = torch.zeros(12), torch.zeros(6)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        # As readers that fill one buffer, piece by piece.
+        yield from (("a", buffer[:6]), ("b", buffer[6:]), ("c", buffer[:4]), ("d", buffer))
+
+    with ReadWatch() as watch:
+        for name, tensor in watch.hand_out(stream()):
+            if name in "bc":
+                target[: tensor.numel()].copy_(tensor)
+        assert watch.read == {"b", "c"}
+        target.copy_(buffer[3:9])
+    assert watch.read == {"b", "c", "d"}

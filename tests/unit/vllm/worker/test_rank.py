@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
+from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors, watched_load
 from weightsync.model.name_sets import unpack
 from weightsync.shm.status_page import PageWriter
 from weightsync.vllm.apply import expected_digests, host_ops
@@ -164,6 +164,73 @@ def test_what_is_made_of_the_weights_and_not_written_must_be_loaded(staging: Sta
     assert rank.call("capture", document=version.document.id)["ok"]
 
 
+def test_what_nobody_is_known_to_have_left_unread_stays_as_it_was(staging: Staging) -> None:
+    class Scaled(ToyModel):
+        def load_one(self, name: str, tensor: torch.Tensor) -> None:
+            if name != "k_scale":
+                super().load_one(name, tensor)
+
+    def scaled(seed: int, scale: float) -> bytes:
+        return save({**toy_tensors(seed), "k_scale": torch.tensor([scale])})
+
+    model = Scaled()
+    load_for_real(model, toy_tensors(1))
+    rank = Worker(model, staging)
+    rank.adopt(staging.stage_files([scaled(1, 1.0)]))
+    assert rank.job("prepare", "same", staging.stage_files([scaled(2, 1.0)]))["phase"] == "ready"
+    report = rank.job("prepare", "other", staging.stage_files([scaled(3, 0.02)]))
+    assert (report["phase"], report["names"]) == ("failed", ["k_scale"])
+    assert "leave these tensors out" in report["error"]
+
+
+@pytest.mark.parametrize("form", ["a tensor", "a number"])
+def test_what_loading_read_is_never_left_to_a_plan(staging: Staging, form: str) -> None:
+    class Scaled(ToyModel):
+        """Makes something of a scale that it has as a parameter only while it is loaded."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.k_scale: Any = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+            self.made: torch.Tensor
+            self.register_buffer("made", torch.ones(1))
+            self.made_float = 1.0
+
+        def load_one(self, name: str, tensor: torch.Tensor) -> None:
+            if name != "k_scale":
+                super().load_one(name, tensor)
+            elif self.k_scale is not None:
+                self.k_scale.data.copy_(tensor)
+
+        def process(self) -> None:
+            if form == "a number":
+                # The parameter stays, and a plan writes it.
+                self.made_float = self.k_scale.item()
+                return
+            self.made.copy_(self.k_scale)
+            self.k_scale = None
+
+    # What a scale is where a checkpoint has none.
+    tensors = {**toy_tensors(1), "k_scale": torch.ones(1)}
+    rank = Worker(watched_load(Scaled, tensors), staging)
+    version = staging.stage_files([save(tensors)])
+    reply = rank.call("capture", document=version.document.id)
+    assert (reply["ok"], reply.get("transform")) == (True, "twin")
+    assert ("k_scale" if form == "a tensor" else "made_float") in reply["why"]
+
+
+def test_a_tied_head_that_was_written_twice_is_left_to_a_plan(staging: Staging) -> None:
+    class Tied(ToyModel):
+        def load_one(self, name: str, tensor: torch.Tensor) -> None:
+            super().load_one("down" if name == "copy" else name, tensor)
+
+    tensors = toy_tensors(1)
+    tensors["copy"] = tensors["down"].clone()
+    rank = Worker(watched_load(Tied, tensors), staging)
+    version = staging.stage_files([save(tensors)])
+    reply = rank.call("capture", document=version.document.id)
+    assert (reply["ok"], reply.get("transform", "plan")) == (True, "plan"), reply
+
+
 def test_an_ignored_norm_that_was_all_ones_is_no_tie(staging: Staging) -> None:
     # As the norms of layers that only a draft model reads, before anything was trained.
     class WithDraft(ToyModel):
@@ -178,8 +245,7 @@ def test_an_ignored_norm_that_was_all_ones_is_no_tie(staging: Staging) -> None:
 
     ones = {"q_bias", "mtp.bias", "scale", "mtp.scale"}
     start = {n: torch.ones_like(t) if n in ones else t for n, t in tensors(1).items()}
-    model = WithDraft()
-    load_for_real(model, start)
+    model = watched_load(WithDraft, start)
     rank = Worker(model, staging)
     rank.adopt(staging.stage_files([save(start)]))
     assert rank.job("prepare", "trained", staging.stage_files([save(tensors(2))]))["phase"] == (
@@ -214,7 +280,7 @@ def _changed(change: dict[str, Any]) -> bytes:
     [
         ({"q": None}, "lacks these tensors", ["q"]),
         ({f"more{i:02}": torch.zeros(9) for i in range(12)}, "no place for these", None),
-        ({"q": torch.zeros(4, 5)}, "another shape", ["q"]),
+        ({"q": torch.zeros(4, 5)}, "F32 [4, 5], the engine has F32 [4, 4]; another shape", ["q"]),
         ({"down": torch.zeros(4, 6, dtype=torch.int32)}, "neither the dtype", ["down"]),
         ({"more": torch.zeros(9)}, "no place for these", ["more"]),
     ],
@@ -248,8 +314,36 @@ def test_untied_head_is_refused_by_a_tied_model(staging: Staging) -> None:
     assert rank.call("commit", apply_id="none")["content_digest"] == version.content_digest
 
 
+def test_a_whole_version_is_checked_for_what_the_model_needs(
+    rank: Worker, staging: Staging
+) -> None:
+    tensors = toy_tensors(2)
+    del tensors["q"], tensors["down"]
+    version = staging.stage_files([save(tensors)])
+    assert rank.call("check", document=version.document.id)["ok"]
+    reply = rank.call("check", document=version.document.id, whole=True)
+    assert not reply["ok"]
+    assert reply["names"] == ["down", "q"]
+    assert "lacks these tensors" in reply["error"]
+    # Another name may stand for one that is absent: the capture decides.
+    tensors["unheard"] = torch.zeros(4, 6)
+    version = staging.stage_files([save(tensors)])
+    assert "lacks" not in rank.call("check", document=version.document.id, whole=True)["error"]
+
+
+def test_a_tied_head_may_be_absent_of_a_whole_version(staging: Staging) -> None:
+    rank = Worker(load_for_real(ToyModel(tied=True), toy_tensors(1, tied=True)), staging)
+    rank.adopt(staging.stage_files([save(toy_tensors(1, tied=True))]))
+    tensors = toy_tensors(2, tied=True)
+    del tensors["head"]
+    version = staging.stage_files([save(tensors)])
+    assert rank.call("check", document=version.document.id, whole=True)["ok"]
+
+
 def test_useless_tensor_of_the_adopted_checkpoint_stays_accepted(staging: Staging) -> None:
-    rank = Worker(load_for_real(ToyModel(tied=True), toy_tensors(1)), staging)
+    # Nothing of it was read.
+    tied = watched_load(lambda: ToyModel(tied=True), toy_tensors(1))
+    rank = Worker(tied, staging)
     rank.adopt(staging.stage_files([save(toy_tensors(1))]))
     report = rank.job("prepare", "two", staging.stage_files([save(toy_tensors(2))]))
     assert report["phase"] == "ready"
@@ -490,7 +584,9 @@ def test_versions_of_an_emptied_parameter_must_be_loaded(staging: Staging, first
     assert rank.job("prepare", "x", first)["phase"] == "needs_capture"
     reply = rank.call("capture", document=first.document.id)
     assert reply["transform"] == "twin"
-    assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in reply["why"]
+    # What would prevent it matters only where it cannot be loaded either.
+    assert "WEIGHTSYNC" not in reply["why"]
+    assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in reply["remedy"]
 
 
 def test_one_job_at_a_time_and_release_ends_it(

@@ -756,3 +756,10 @@ async def test_what_a_fold_left_is_forgotten(bucket: str) -> None:
     with pytest.raises(WeightSyncError) as caught:
         await store.fold(second.record, second.manifest)
     assert caught.value.reason is Reason.PUSH_INCOMPLETE
+
+
+def test_a_request_is_tried_again_until_its_time_is_over() -> None:
+    # As short as pauses can be drawn, they do not use up the tries before.
+    retries = object_client._RETRIES
+    assert retries["max_retries"] * retries["backoff"]["init_backoff"] > retries["retry_timeout"]
+    assert retries["retry_timeout"] == timedelta(seconds=30)

@@ -250,6 +250,8 @@ async def test_a_full_disk_leaves_nothing_and_the_fetcher_goes_on(
     with pytest.raises(WeightSyncError) as caught:
         await pool.persist(segment, shard.size, str(tmp_path / "0.safetensors"))
     assert caught.value.reason == Reason.DISK_EXHAUSTED
+    if limit == resource.RLIMIT_FSIZE:
+        assert "this process may write 1048576 bytes per file" in caught.value.message
     assert names(tmp_path) == []
     resource.prlimit(pid, limit, before)
     await pool.persist(segment, shard.size, str(tmp_path / "0.safetensors"))

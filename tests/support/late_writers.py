@@ -1,0 +1,170 @@
+"""Trainers that write an engine's parameters when they may not, in processes that are forked.
+
+Each has written in one block rightly, which is a version or was taken back, and then does what its
+name says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.support.in_place_trainers import CONTEXT
+from weightsync_client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from weightsync_client.attach import Attached
+
+__all__ = ["WAYS", "late_writer"]
+
+_END_S = 60.0
+
+
+#: Whether the block counts.
+_commits = True
+
+
+class _TakenBackError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _written(attached: Attached) -> Iterator[None]:
+    """A block in which all was written."""
+    with contextlib.suppress(_TakenBackError), attached.transaction():
+        for name in attached.boxes:
+            attached.write(name, attached.read(name) + 1)
+        yield
+        if not _commits:
+            raise _TakenBackError
+
+
+def _block(attached: Attached) -> None:
+    with _written(attached):
+        pass
+
+
+def _after_close(attached: Attached) -> None:
+    view = next(iter(attached.boxes.values()))[0].view
+    _block(attached)
+    attached.close()
+    view.fill_(-1)
+
+
+def _read_after_close(attached: Attached) -> None:
+    view = next(iter(attached.boxes.values()))[0].view
+    _block(attached)
+    attached.close()
+    view.sum()
+
+
+def _after_a_block(attached: Attached) -> None:
+    view = next(iter(attached.boxes.values()))[0].view
+    _block(attached)
+    view.fill_(-1)
+
+
+def _by_numpy(attached: Attached) -> None:
+    array = next(iter(attached.boxes.values()))[0].view.numpy()
+    _block(attached)
+    array[:] = -1
+
+
+def _by_a_thread(attached: Attached) -> None:
+    """One that writes all the time from within the block."""
+    view = next(iter(attached.boxes.values()))[0].view
+    begun = threading.Event()
+
+    def write() -> None:
+        begun.wait()
+        while True:
+            view.zero_()
+
+    threading.Thread(target=write, daemon=True).start()
+    with _written(attached):
+        begun.set()
+    threading.Event().wait(_END_S)
+
+
+def _by_proc_mem(attached: Attached) -> None:
+    view = next(iter(attached.boxes.values()))[0].view
+    _block(attached)
+    fd = os.open("/proc/self/mem", os.O_RDWR)
+    try:
+        os.pwrite(fd, b"\xff" * 8, view.data_ptr())
+    except OSError:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _by_mprotect(attached: Attached) -> None:
+    view = next(iter(attached.boxes.values()))[0].view
+    _block(attached)
+    page = view.data_ptr() & -mmap.PAGESIZE
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    protect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
+    view.fill_(-1)
+
+
+def _by_a_child(attached: Attached) -> None:
+    """A process that is forked in the block, and writes after it."""
+    view = next(iter(attached.boxes.values()))[0].view
+    read, write = os.pipe()
+    with _written(attached):
+        pid = os.fork()
+        if not pid:
+            os.read(read, 1)
+            view.numpy()[:] = -1
+            os._exit(0)
+    os.write(write, b".")
+    _, status = os.waitpid(pid, 0)
+    os.kill(os.getpid(), os.WTERMSIG(status) or signal.SIGTERM)
+
+
+#: What a trainer does; each is ended by SIGSEGV.
+WAYS: dict[str, Callable[[Attached], None]] = {
+    "after close": _after_close,
+    "read after close": _read_after_close,
+    "after a block": _after_a_block,
+    "numpy": _by_numpy,
+    "thread": _by_a_thread,
+    "proc mem": _by_proc_mem,
+    "mprotect": _by_mprotect,
+    "child": _by_a_child,
+}
+
+
+def late_writer(address: str, way: str, *, commits: bool = True) -> int:
+    """Return how a trainer ended that has done so, as `Process.exitcode` tells it.
+
+    Args:
+        address: Of the server, for trainers.
+        way: Of `WAYS`.
+        commits: Whether its block counts.
+    """
+    process = CONTEXT.Process(target=_run, args=(address, way, commits), daemon=True)
+    process.start()
+    process.join(_END_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return 0
+    return int(process.exitcode)
+
+
+def _run(address: str, way: str, commits: bool) -> None:
+    global _commits  # noqa: PLW0603 - of this process
+    _commits = commits
+    torch.set_num_threads(1)
+    client = Client(address)
+    WAYS[way](client.attach())
+    os._exit(0)

@@ -1,0 +1,76 @@
+"""What a reading of the register costs, and that it says the same whatever was read before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.support.fleet_hosts import version
+from weightsync_server.fleet.fleet_history import HistoryReader
+from weightsync_server.fleet.fleet_keys import decision_key, plan_key, roster_key
+from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict, divide
+from weightsync_server.fleet.fleet_records import encode_plan, encode_roster, encode_verdict
+from weightsync_server.register.folder_register import FolderRegister
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_MEMBERS = [f"host{number:03}" for number in range(20)]
+
+
+class _Counting(FolderRegister):
+    """Counts what its callers are sent.
+
+    Attributes:
+        sent: Bytes of keys and values.
+    """
+
+    sent = 0
+
+    async def list_each(self, prefixes: Sequence[str], start: str = "") -> dict[str, bytes]:
+        found = await super().list_each(prefixes, start)
+        self.sent += sum(len(key) + len(value) for key, value in found.items())
+        return found
+
+
+async def _apply(register: FolderRegister, reader: HistoryReader, number: int) -> int:
+    """Decide on a rolling apply, wave by wave; return the bytes of a member's readings."""
+    counting = reader._register
+    assert isinstance(counting, _Counting)
+    waves = divide(_MEMBERS, Kind.ROLLING, 1)
+    plan = FleetPlan(
+        number, f"n{number}", Kind.ROLLING, version(number + 1), version(number), waves, 21
+    )
+    (part,) = encode_roster(plan.waves)
+    before = counting.sent
+    await register.create(roster_key(plan.nonce, 0), part)
+    await register.create(plan_key(number), encode_plan(plan, 1))
+    for step in range(1, 22):
+        await reader.read()
+        await register.create(decision_key(number, step), encode_verdict(Verdict.COMMIT, "a"))
+    history = await reader.read()
+    assert history == await HistoryReader(register).read()
+    assert history.newest is not None
+    assert history.newest.outcome is Verdict.COMMIT
+    return counting.sent - before
+
+
+async def test_the_ninth_rolling_apply_costs_what_the_first_did(tmp_path: Path) -> None:
+    register, counting = FolderRegister(tmp_path), _Counting(tmp_path)
+    reader = HistoryReader(counting)
+    costs = [await _apply(register, reader, number) for number in range(1, 10)]
+    # A first reading of the next apply still has what ended the one before.
+    assert costs[8] < 1.4 * costs[0], costs
+    # All that it says is known without reading it again, and nothing else.
+    assert len((await reader.read()).applies) == 9
+
+
+async def test_what_was_emptied_or_removed_is_read_anew(tmp_path: Path) -> None:
+    register = _Counting(tmp_path)
+    reader = HistoryReader(register)
+    for number in (1, 2):
+        await _apply(register, reader, number)
+    await register.delete([plan_key(2)])
+    assert (await reader.read()).number == 1
+    await register.delete(list(await register.list("")))
+    assert (await reader.read()).number == 0
