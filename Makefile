@@ -79,7 +79,7 @@ lint: setup check-generated ## ruff, mypy, buf, the stubs, and which room may im
 	$(PY) scripts/house.py
 	$(VENV)/bin/buf lint
 	$(VENV)/bin/buf format --diff --exit-code
-	$(VENV)/bin/mypy --num-workers 2 $(CHECKED)
+	$(VENV)/bin/mypy $(CHECKED)
 
 # tests/stages.py says what is in each, and how many modules run at a time; JOBS: on how many cores.
 STAGES := test test-extensions test-faults test-fleet test-vllm test-matrix

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = Path(__file__).with_name("house.json")
 PACKAGES = ("weightsync", "server/weightsync_server", "client/weightsync_client")
-MOST_LINES, MOST_ATTRIBUTES = 450, 16
+MOST_LINES, MOST_ATTRIBUTES = 600, 16
 #: Words of our own where the field has one: see the vocabulary in CONTRIBUTING.md.
 WORDS = frozenset(
     {"told", "telling", "lent", "lying", "lies", "doubts", "crew", "errands", "motion", "aside"}
