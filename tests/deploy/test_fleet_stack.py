@@ -23,7 +23,7 @@ from tests.deploy.containers import Stack
 from tests.deploy.test_fleet_compose import FILE, SECRETS, SERVERS
 from tests.support.following import until
 from tests.support.memory_bridge import memory_bridge
-from tests.support.object_servers import MOTO
+from tests.support.object_servers import MOTO, MOTO_PROGRAM
 from weightsync_client import Client
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _adapted(service: Service, number: int) -> Service:
 def _store(service: Service) -> Service:
     """Put moto in MinIO's place; its port is the one that the servers are given."""
     (flag,) = (part for part in service.argv if part.startswith("--address="))
-    command = [sys.executable, "-m", "moto.server", "-p", flag.rpartition(":")[2]]
+    command = [*MOTO_PROGRAM, "-p", flag.rpartition(":")[2]]
     return dataclasses.replace(
         service,
         argv=command,

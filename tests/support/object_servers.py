@@ -22,13 +22,24 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["BUCKET", "MOTO", "ObjectServer", "azurite", "moto", "npm_program", "s3rver"]
+__all__ = [
+    "BUCKET",
+    "MOTO",
+    "MOTO_PROGRAM",
+    "ObjectServer",
+    "azurite",
+    "moto",
+    "npm_program",
+    "s3rver",
+]
 
 BUCKET = "weights"
 
 _OPT = Path(sys.prefix) / "opt"
 #: It needs other releases of what this project needs.
 MOTO = _OPT / "moto"
+#: Its command line, without host and port. -P: the modules beside it are not for it to import.
+MOTO_PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("moto_program.py")))
 #: Published with azurite: an account that every copy has, and its key.
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -96,7 +107,7 @@ def moto(
     environment = os.environ | {"PYTHONPATH": str(MOTO)}
     if asks:
         environment |= {"INITIAL_NO_AUTH_ACTION_COUNT": "1000"}
-    command = [*wrapper, sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
+    command = [*wrapper, *MOTO_PROGRAM, "-H", host, "-p", str(port)]
     with _running(command, folder, environment) as process:
         _until_up(lambda: httpx.put(f"http://{host}:{port}/{BUCKET}"), process, folder)
         yield ObjectServer(port, "s3", process.pid, host=host)

@@ -390,14 +390,19 @@ class PushService:
         table = self._model.table
         highest, existing = table.highest, table.find(version)
         if existing is not None and existing.commit is None and not existing.orphaned:
+            dropped = existing.durability == pb.DURABILITY_FAILED
+            if dropped and not backfill:
+                # No number is used twice.
+                raise table.not_above(version)
             # No push brings it, or it had been found above.
-            what = (
-                "what a trainer writes in place" if existing.in_place else "the engine's checkpoint"
-            )
+            state, end = "becoming the engine's checkpoint", "committed"
+            if dropped:
+                state, end = "being dropped, for its push failed", "gone"
+            elif existing.in_place:
+                state = "becoming what a trainer writes in place"
             raise WeightSyncError(
                 Reason.PUSH_ABORTED,
-                f"version {version} is becoming {what}; push another version, or retry when that "
-                "is committed",
+                f"version {version} is {state}; push another version, or retry when that is {end}",
                 metadata={"version": str(version)},
                 retry_after_s=1.0,
             )

@@ -91,6 +91,29 @@ async def test_numbers_only_rise(here: World) -> None:
     assert await here.push(simple(3)) == 7
 
 
+async def test_a_version_that_is_being_dropped_is_no_checkpoint_of_an_engine(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, store = await here.model.table.add_in_place("transaction"), here.model.store
+    discard, asked, gone = store.discard, asyncio.Event(), asyncio.Event()
+
+    async def wait(model: str, version: int) -> None:
+        asked.set()
+        await gone.wait()
+        await discard(model, version)
+
+    monkeypatch.setattr(store, "discard", wait)
+    error = WeightSyncError(Reason.APPLY_RESTORED, "the trainer was silent")
+    dropping = asyncio.create_task(here.pushes.give_up(record, error))
+    await asked.wait()
+    await refused(here, Reason.VERSION_NOT_ABOVE, version=record.version)
+    with pytest.raises(WeightSyncError, match="is being dropped, for its push failed"):
+        await here.pushes.open(begin(version=record.version), 0, backfill=True)
+    gone.set()
+    await dropping
+    assert here.model.table.find(record.version) is None
+
+
 async def test_same_version_same_content_is_fine_other_content_exists(tmp_path: Path) -> None:
     for store in ("", "memory://"):
         async with world(tmp_path, store=store) as here:
