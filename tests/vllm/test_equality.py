@@ -57,7 +57,6 @@ class Cell:
 #: Each dtype, tp, tied and not, and experts; the battery adds the other families.
 PAIRWISE = (
     Cell("qwen2", "float32", 2, tied=False),
-    Cell("llama", "bfloat16", 1, tied=False),
     Cell("gemma3", "bfloat16", 1, tied=True),
     # Each rank has half of the experts; in the battery half of each, and all of them.
     Cell("qwen3_moe", "bfloat16", 2, tied=False, expert_parallel=True),
