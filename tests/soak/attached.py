@@ -71,7 +71,8 @@ class AttachedTrainers:
                     self._site.kill_server()
                     self._site.start_server()
                     self._look(stops=stops)
-                    os.kill(trainer.pid, signal.SIGCONT)
+                    if stops:
+                        os.kill(trainer.pid, signal.SIGCONT)
                     time.sleep(_LOOK_S)
             except AssertionError:
                 # Another fault has kept it from its block.
