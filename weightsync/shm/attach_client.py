@@ -135,16 +135,20 @@ class AttachClient:
                     mapping.put(fd, MemoryAccess.READ)
         self._leave()
 
-    def revoke_block(self) -> None:
+    def revoke_block(self, *, settled: bool = False) -> None:
         """Let whoever writes in a block that the server has ended write what nobody serves.
 
-        Memory of the host is let go of; that of a GPU cannot be, until `close_block`.
+        Memory of the host is let go of; that of a GPU cannot be, until nobody writes it.
+
+        Args:
+            settled: Whether nobody writes on a GPU any more; the block is closed there.
         """
         with self._block, NO_FORK:
-            if not self._in_block or not self._memory:
+            if not self._in_block or not (self._memory or settled):
                 return
             for mapping, fd in self._memory:
                 mapping.put(fd, MemoryAccess.COPY)
+            self._in_block = bool(self._memory)
         self._leave()
 
     def close(self) -> None:

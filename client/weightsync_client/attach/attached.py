@@ -361,9 +361,13 @@ class Attached(Mapping[str, torch.Tensor]):
         """Have them readable only; also where no block is open."""
         self._client.close_block()
 
-    def revoke_block(self) -> None:
-        """Have what is written from now on served by nobody: the server has ended the block."""
-        self._client.revoke_block()
+    def revoke_block(self, *, settled: bool = False) -> None:
+        """Have what is written from now on served by nobody: the server has ended the block.
+
+        Args:
+            settled: Whether nobody writes on a GPU any more.
+        """
+        self._client.revoke_block(settled=settled)
 
     @property
     def attachment(self) -> str:

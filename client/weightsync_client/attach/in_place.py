@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -47,8 +48,8 @@ class Writable(Protocol):
     def close_block(self) -> None:
         """Have them readable only; also where no block is open."""
 
-    def revoke_block(self) -> None:
-        """Have what is written from now on served by nobody."""
+    def revoke_block(self, *, settled: bool = False) -> None:
+        """Have what is written from now on served by nobody; on a GPU once that has `settled`."""
 
     def settle(self) -> None:
         """Wait until whatever is queued on GPUs is done."""
@@ -95,6 +96,7 @@ class InPlaceTransaction:
         self._push, self._attached, self._source = writing.push, attached, source
         self._background, self._before = background, before
         self._following: Future[None] | None = None
+        self._writer = 0
         self.report: types.ApplyReport | None = None
 
     @property
@@ -121,9 +123,10 @@ class InPlaceTransaction:
         self.wait_for_before()
         self._attached.check_open()
         name = self.call.begin(self._attached.version)
+        self._writer = threading.get_ident()
         try:
             self._attached.open_block(name)
-            self.call.check()
+            self.call.check(self._attached.close_block)
         except BaseException:
             self.abort()
             raise
@@ -164,7 +167,13 @@ class InPlaceTransaction:
         Raises:
             ClientError: It has ended already: nothing may be written any more.
         """
-        self.call.renew()
+        self.call.renew(self._let_go)
+
+    def _let_go(self) -> None:
+        # Another thread, which renews while this one computes, cannot know what is still written.
+        if threading.get_ident() == self._writer:
+            self._attached.settle()
+            self._attached.revoke_block(settled=True)
 
     def __exit__(
         self,

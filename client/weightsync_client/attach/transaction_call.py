@@ -69,7 +69,7 @@ class TransactionCall:
         self._answers: queue.SimpleQueue[pb.WriteInPlaceResponse | BaseException] = (
             queue.SimpleQueue()
         )
-        self._lost = False
+        self._lost = self._live = False
         self._steps: queue.SimpleQueue[pb.WriteInPlaceRequest | None] = queue.SimpleQueue()
         self._call: Any = None
         self._pid = 0
@@ -97,22 +97,30 @@ class TransactionCall:
         self.writes = True
         return self.id
 
-    def renew(self) -> None:
+    def renew(self, let_go: Callable[[], None]) -> None:
         """Say that this trainer is at work still.
+
+        Args:
+            let_go: As of `check`.
 
         Raises:
             ClientError: The server has ended it, with the reason.
         """
-        self.check()
+        self.check(let_go)
         self._renew()
 
-    def check(self) -> None:
+    def check(self, let_go: Callable[[], None]) -> None:
         """Return if the server has not ended the block.
+
+        Args:
+            let_go: Lets go of what is written. Called before the reason is waited for, because the
+                server says nothing more as long as somebody can write.
 
         Raises:
             ClientError: It has, with the reason.
         """
-        if self.writes and self._lost:
+        if self._lost and not self._live:
+            let_go()
             self._answer()
 
     def _read(self) -> None:
@@ -174,7 +182,7 @@ class TransactionCall:
             )
         self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace()))
         live = self._answer().live
-        self.writes = False
+        self.writes, self._live = False, True
         self.paused_s = live.paused.ToNanoseconds() / 1e9
         return live.version
 

@@ -12,11 +12,12 @@ import pytest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.attach_client import AttachClient
 from weightsync.shm.attach_server import AttachServer, HandedOut
-from weightsync.shm.live_views import DOCUMENT, HANDLES, MEMORY, LiveBox, LiveViews
+from weightsync.shm.live_views import DOCUMENT, GATE, HANDLES, MEMORY, LiveBox, LiveViews
+from weightsync.shm.live_writers import LiveWriters
 from weightsync.shm.segments import Segment, unwritten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _BOX = LiveBox("w", "F32", "BF16", (4, 2), (2, 0), (2, 2), (2, 1), 0, 64)
@@ -64,11 +65,15 @@ def desk(tmp_path: Path) -> Iterator[_Desk]:
     segment.close()
 
 
-def _until_ended(desk: _Desk) -> None:
+def _until(true: Callable[[], object]) -> None:
     end = time.monotonic() + 10
-    while not desk.ended:
+    while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def _until_ended(desk: _Desk) -> None:
+    _until(lambda: desk.ended)
 
 
 def test_who_has_the_secret_gets_memory_to_write(desk: _Desk, tmp_path: Path) -> None:
@@ -126,3 +131,59 @@ def test_views_are_read_as_they_were_written_and_others_are_refused() -> None:
     for wrong in (b"{}", b"[]", b'{"rank": "0", "device": "", "boxes": 3}'):
         with pytest.raises(ValueError, match=r"not known here|indices"):
             LiveViews.from_json(wrong)
+
+
+class _Guarded(_Desk):
+    """Hands out what is written in blocks alone, with a gate; on a GPU no memory of the host."""
+
+    def __init__(self, segment: Segment, *, on_gpu: bool) -> None:
+        super().__init__(segment)
+        self.writers = LiveWriters(tuple)
+        self._on_gpu = on_gpu
+
+    def redeem(self, secret: str, pidfd: int) -> HandedOut:
+        found = super().redeem(secret, pidfd)
+        (files,) = found.ranks
+        os.close(files[-1][-1])
+        kept = [*files[:-1], (MEMORY, self.segment.capacity, self.segment.read_only_fd())]
+        if self._on_gpu:
+            os.close(kept.pop()[-1])
+        return found._replace(ranks=[kept], guarded=True)
+
+    def write(self, transaction: str) -> HandedOut:
+        del transaction
+        files = [(GATE, 0, self.writers.gate())]
+        if not self._on_gpu:
+            files.append((MEMORY, self.segment.capacity, self.segment.lend()))
+        return HandedOut(7, "c", [files])
+
+    @property
+    def is_written(self) -> bool:
+        return bool(self.writers.state()["writing"]) or not unwritten(self.segment.fd)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_block_that_has_ended_is_let_go_of_on_a_gpu_when_nobody_writes(
+    tmp_path: Path, *, on_gpu: bool
+) -> None:
+    segment = Segment.create(4096)
+    desk = _Guarded(segment, on_gpu=on_gpu)
+    server = AttachServer(tmp_path / "a.sock", lambda _: desk)
+    client = AttachClient(tmp_path / "a.sock", "good")
+    client.open_block("t")
+    assert desk.is_written
+    client.revoke_block()
+    if on_gpu:
+        # What is queued there cannot be kept from it.
+        time.sleep(0.2)
+        assert desk.is_written
+    _until(lambda: desk.is_written == on_gpu)
+    client.revoke_block(settled=True)
+    # The server closes what it has sent a moment later.
+    _until(lambda: not desk.is_written)
+    # Of the host it is a copy of its own.
+    assert client.writable != on_gpu
+    client.close_block()
+    client.close()
+    server.close()
+    segment.close()

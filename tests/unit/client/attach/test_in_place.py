@@ -1,0 +1,148 @@
+"""A trainer's transaction on memory of a GPU, which cannot be taken back while work is queued."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from weightsync.v1 import attach_pb2 as pb
+from weightsync_client import ClientError, Reason
+from weightsync_client.attach.in_place import InPlaceTransaction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(30)
+
+_PATIENCE_S = 2.0
+
+
+class _Server:
+    """Begins a transaction, ends its block, and then waits for the trainer to let go of the gate.
+
+    Attributes:
+        ends: Set: it ends the block.
+        heard: Set: its trainer knows.
+        let_go: Set: the trainer's gate is closed.
+        done: What the trainer has done, in order.
+        fenced: Whether the server has waited in vain.
+    """
+
+    def __init__(self) -> None:
+        self.ends, self.heard, self.let_go = (threading.Event() for _ in range(3))
+        self.done: list[str] = []
+        self.fenced = False
+
+    def answers(self, _steps: Iterator[pb.WriteInPlaceRequest]) -> Any:
+        return _Call(self)
+
+    def run(self) -> Iterator[pb.WriteInPlaceResponse]:
+        yield pb.WriteInPlaceResponse(begun=pb.InPlaceBegun(transaction_id="t"))
+        self.ends.wait()
+        yield pb.WriteInPlaceResponse(revoked=pb.InPlaceRevoked(reason="a rollback"))
+        self.fenced = not self.let_go.wait(_PATIENCE_S)
+        reason = Reason.ENGINE_FENCED if self.fenced else Reason.APPLY_RESTORED
+        raise ClientError(reason, "it has ended")
+
+
+class _Call:
+    def __init__(self, server: _Server) -> None:
+        self._answers = server.run()
+
+    def __iter__(self) -> Iterator[pb.WriteInPlaceResponse]:
+        return self._answers
+
+    def cancel(self) -> None:
+        pass
+
+
+class _Gpu:
+    """What a trainer has of a GPU: a gate that is open while it writes.
+
+    Attributes:
+        on_open: Called when its gate is opened.
+    """
+
+    engine, version, content_digest, attachment = "e", 1, "c", "a"
+    boxes: Any = ()
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self.on_open: Any = lambda: None
+
+    def open_block(self, _: str) -> None:
+        self.on_open()
+
+    def close_block(self) -> None:
+        self._server.done.append("closed")
+        self._server.let_go.set()
+
+    def revoke_block(self, *, settled: bool = False) -> None:
+        if settled:
+            self._server.done.append("left")
+            self._server.let_go.set()
+        else:
+            self._server.heard.set()
+
+    def settle(self) -> None:
+        self._server.done.append("settled")
+
+    def check_open(self) -> None:
+        pass
+
+
+def _made(server: _Server) -> tuple[InPlaceTransaction, _Gpu]:
+    gpu: Any = _Gpu(server)
+    link = SimpleNamespace(address="a")
+    writing: Any = SimpleNamespace(model="m", link=link, open=server.answers, push=None)
+    return InPlaceTransaction(writing, gpu, 60.0, {}), gpu
+
+
+def _revoked(server: _Server) -> None:
+    server.ends.set()
+    assert server.heard.wait(10)
+
+
+def test_who_renews_what_has_ended_lets_go_of_it_first() -> None:
+    server = _Server()
+    transaction, _ = _made(server)
+
+    def block() -> None:
+        with transaction:
+            _revoked(server)
+            transaction.renew()
+
+    with pytest.raises(ClientError) as caught:
+        block()
+    assert caught.value.reason is Reason.APPLY_RESTORED
+    assert not server.fenced
+    # Kernels that are queued still would write what is put back.
+    assert server.done[:2] == ["settled", "left"]
+
+
+def test_a_thread_that_renews_does_not_let_go_of_what_another_writes() -> None:
+    server = _Server()
+    transaction, _ = _made(server)
+    transaction.begin()
+    _revoked(server)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ClientError) as caught:
+        pool.submit(transaction.renew).result()
+    assert caught.value.reason is Reason.ENGINE_FENCED
+    assert not server.done
+    with pytest.raises(ClientError):
+        transaction.renew()
+    assert server.done == ["settled", "left"]
+
+
+def test_a_block_that_has_ended_while_it_was_opened_is_closed_first() -> None:
+    server = _Server()
+    transaction, gpu = _made(server)
+    gpu.on_open = lambda: _revoked(server)
+    with pytest.raises(ClientError) as caught:
+        transaction.begin()
+    assert caught.value.reason is Reason.APPLY_RESTORED
+    assert not server.fenced
