@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -35,11 +35,16 @@ class InPlaceVersions:
     serving: ServingState
 
     async def delete(self, record: VersionRecord) -> None:
-        """Have nobody take a version for the newest that was pushed and did not count."""
+        """Have nobody take a version for the newest that was pushed and did not count.
+
+        Repeating it is harmless.
+        """
         if record.commit is None:
             return
         try:
             await self.collector.delete(record.version, force=True)
         except WeightSyncError as error:
+            if error.reason is Reason.VERSION_UNKNOWN:
+                return
             logger.warning("version %d did not count and stays: %s", record.version, error.message)
             await self.serving.reject(record.version, "a transaction that did not count")

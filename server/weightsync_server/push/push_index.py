@@ -61,6 +61,9 @@ class PushIndex:
 
     def with_key(self, key: str) -> Push | None:
         """Return the push of a key: open, or committed as a version that still exists."""
+        if not key:
+            # Many have none, and none of them is meant.
+            return None
         for push in self.open.values():
             if push.state.request.idempotency_key == key and push.state.error is None:
                 return push

@@ -281,11 +281,17 @@ class PushService:
         return response
 
     async def give_up(self, record: VersionRecord, error: WeightSyncError) -> None:
-        """Let nothing become of a version that a trainer has written into an engine's memory."""
-        push = self._index.with_key(record.in_place)
-        record.in_place = ""
+        """Let nothing become of a version that a trainer has written into an engine's memory.
+
+        What is committed stays; repeating it is harmless.
+        """
+        key, record.in_place = record.in_place, ""
+        if not key:
+            return
+        push = self._index.with_key(key)
         if push is None:
-            await self._model.orphans.drop(record)
+            if record.commit is None:
+                await self._model.orphans.drop(record)
         else:
             push.lifecycle.fail(error)
             await push.lifecycle.closed()

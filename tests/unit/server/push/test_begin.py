@@ -13,6 +13,7 @@ from tests.unit.server.deltas.pushing import until
 from tests.unit.server.world import MODEL, World, begin, content, one_stream, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.attach.in_place_versions import InPlaceVersions
 from weightsync_server.auth.callers import caller
 
 if TYPE_CHECKING:
@@ -112,6 +113,36 @@ async def test_a_version_that_is_being_dropped_is_no_checkpoint_of_an_engine(
     gone.set()
     await dropping
     assert here.model.table.find(record.version) is None
+
+
+async def test_what_is_given_up_twice_ends_no_push_of_another(here: World) -> None:
+    record = await here.model.table.add_in_place("transaction")
+    theirs = await here.pushes.begin(begin(version=record.version + 1), None)
+    error = WeightSyncError(Reason.APPLY_RESTORED, "the trainer was silent")
+    for _ in range(2):
+        await here.pushes.give_up(record, error)
+    assert here.pushes.find(theirs.push_id).state.error is None
+    assert here.model.table.find(record.version) is None
+
+
+async def test_what_is_given_up_once_it_is_committed_stays_committed(here: World) -> None:
+    record = await here.model.table.add_in_place("transaction")
+    await here.push(simple(1), version=record.version, idempotency_key="transaction")
+    assert record.commit is not None
+    error = WeightSyncError(Reason.APPLY_RESTORED, "a rank holds something else")
+    for _ in range(2):
+        await here.pushes.give_up(record, error)
+    assert record.durability == pb.DURABILITY_COMMITTED
+    assert here.model.table.find(record.version) is record
+    versions = InPlaceVersions(here.pushes.give_up, here.model.collector, here.model.serving)
+    for _ in range(2):
+        await versions.delete(record)
+    assert here.model.table.find(record.version) is None
+
+
+async def test_a_push_without_a_key_is_found_by_none(here: World) -> None:
+    await here.pushes.begin(begin(version=1), None)
+    assert here.pushes._index.with_key("") is None
 
 
 async def test_same_version_same_content_is_fine_other_content_exists(tmp_path: Path) -> None:
