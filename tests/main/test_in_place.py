@@ -434,6 +434,25 @@ def test_a_trainer_has_one_transaction_at_a_time(site: _Site) -> None:
     assert site.recover() == site.first + 1
 
 
+def test_one_that_was_refused_in_a_block_leaves_that_to_be_waited_for(site: _Site) -> None:
+    with site.attached() as attached:
+        may_push = threading.Event()
+        with _pushing(attached, lambda: may_push.wait(30)):
+            with attached.transaction(background=True) as first:
+                _add(attached, 10)
+                with pytest.raises(InvalidError, match="is open; begin one when"):
+                    attached.transaction().begin()
+            # As closing does: what is unmapped then must not be read any more.
+            waiting = threading.Thread(target=attached.settle_transaction)
+            waiting.start()
+            time.sleep(0.5)
+            assert waiting.is_alive()
+            may_push.set()
+            waiting.join()
+        assert first.report is not None
+    assert site.recover() == site.first + 1
+
+
 def test_what_was_closed_says_so(site: _Site) -> None:
     with site.attached() as attached:
         pass

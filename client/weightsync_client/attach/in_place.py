@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -144,10 +145,11 @@ class InPlaceTransaction:
         Raises:
             ClientError: Its block has not; or it did not count.
         """
-        before, self._before = self._before, None
-        if before is not None:
-            before.check_over()
-            before.result()
+        if self._before is not None:
+            self._before.check_over()
+            self._before.result()
+            # Not until then: whoever was refused, or interrupted, has waited for nothing.
+            self._before = None
 
     def check_over(self) -> None:
         """Refuse to wait for a block that has not ended.
@@ -220,8 +222,11 @@ class InPlaceTransaction:
         """
         # One that was refused before it has begun leaves that to whoever comes next.
         self.wait_for_before()
-        following, self._following = self._following, None
+        following = self._following
         if following is not None:
+            futures.wait([following])
+            # Not until then, as above.
+            self._following = None
             following.result()
         return self.report
 

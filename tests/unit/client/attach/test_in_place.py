@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +138,21 @@ def test_a_thread_that_renews_does_not_let_go_of_what_another_writes() -> None:
     with pytest.raises(ClientError):
         transaction.renew()
     assert server.done == ["settled", "left"]
+
+
+def test_who_is_interrupted_while_it_waits_has_not_waited() -> None:
+    """Closing waits for it again, before it unmaps what a push may be reading."""
+    transaction, _ = _made(_Server())
+    pushing: Future[None] = Future()
+    transaction._following = pushing
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        transaction.result()
+    error = ClientError(Reason.APPLY_RESTORED, "it did not count")
+    threading.Timer(0.1, pushing.set_exception, [error]).start()
+    with pytest.raises(ClientError, match="it did not count"):
+        transaction.result()
+    assert transaction.result() is None
 
 
 def test_a_block_that_has_ended_while_it_was_opened_is_closed_first() -> None:
