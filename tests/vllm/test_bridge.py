@@ -243,6 +243,36 @@ def test_fenced_engine_answers_503_with_the_reason(bench: Bench) -> None:
     assert bench.client.health().reason == "rank 0 lost a page"
 
 
+def test_a_fenced_engine_is_paused_once_more_to_compute_anew_what_it_kept(
+    bench: Bench, adopted: tuple[str, str], versions: tuple[Version, Version]
+) -> None:
+    order = {"model": "model", "prompt": "One two", "max_tokens": 480, "ignore_eos": True}
+    before = _preempted(bench)
+    answers: list[Any] = []
+    asker = threading.Thread(
+        target=lambda: answers.append(bench.vllm.request("/v1/completions", order))
+    )
+    asker.start()
+    _wait_for(lambda: bench.client.health().requests == 1)
+    bench.client.fence("it comes late")
+    lease = bench.client.pause()
+    assert bench.client.health().state == pb.BRIDGE_STATE_FENCED
+    assert bench.client.health().requests == 1
+    assert bench.client.commit(adopted[1])[0]["ok"]
+    bench.client.resume(lease, 2, versions[1].content_digest)
+    asker.join(60)
+    assert [status for status, _ in answers] == [200]
+    assert answers[0][1]["usage"]["completion_tokens"] == 480
+    _wait_for(lambda: _preempted(bench) == before + 1)
+
+
+def _preempted(bench: Bench) -> float:
+    """Return how many requests vLLM has had to compute anew."""
+    with bench.vllm.ask("/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:num_preemptions_total"))
+
+
 def test_expired_lease_resumes_on_one_verified_version(bench: Bench) -> None:
     first = bench.vllm.complete(PROMPT)
     lease = bench.client.pause(lease_s=0.3)

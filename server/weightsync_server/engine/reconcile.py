@@ -247,11 +247,23 @@ class Reconciler:
             async with self._joined(current):
                 # Not before: its INTENT would come after what was decided meanwhile.
                 if not _proved(current):
+                    await self._clear_caches(stack)
                     await self._write(current)
                 await self._record(current)
                 await self._session.resume(current)
         self._log(current)
         return current
+
+    async def _clear_caches(self, stack: contextlib.AsyncExitStack) -> None:
+        """Have a fenced engine forget what it computed by the weights that are overwritten.
+
+        A fence keeps its requests and caches, for it writes nothing; so does a lease that ran out.
+        """
+        health = await self._session.engine.health()
+        if health.state is EngineState.FENCED:
+            # Ends the lease of a server that died as it did this; nobody else is let in by it.
+            await self._session.engine.fence(health.reason)
+            await stack.enter_async_context(self._session.paused(PauseSpec()))
 
     async def _write(self, current: PreparedVersion) -> None:
         try:

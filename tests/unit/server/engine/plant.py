@@ -59,6 +59,8 @@ class Engine(MemoryEngine):
         after: By the name of a call: what becomes of its answer.
         calls: Names of all calls but health.
         wrong: Values that the next writes put into tensor `a` instead of what was prepared.
+        cached: The seed of what it generated with since its caches were cleared; 0: with nothing.
+        stale: What it began to serve on caches of something else: the seed, and that of the caches.
     """
 
     def __init__(self, socket: Path, seed: int = 1, ranks: int = 1) -> None:
@@ -68,6 +70,8 @@ class Engine(MemoryEngine):
         self.calls: list[str] = []
         self.wrong: list[bytes] = []
         self.sleeping = False
+        self.cached = 0
+        self.stale: list[tuple[int, int]] = []
 
     async def _around(self, name: str, call: Any) -> Any:
         if name != "health":
@@ -93,10 +97,27 @@ class Engine(MemoryEngine):
         return health
 
     async def pause(self, spec: Any, lease_s: float) -> Any:
-        return await self._around("pause", super().pause(spec, lease_s))
+        return await self._around("pause", self._pause(spec, lease_s))
+
+    async def _pause(self, spec: Any, lease_s: float) -> Any:
+        lease = await super().pause(spec, lease_s)
+        if spec.clear_cache:
+            self.cached = 0
+        return lease
 
     async def resume(self, lease_id: str, version: int, content_digest: str) -> Any:
         return await self._around("resume", super().resume(lease_id, version, content_digest))
+
+    def _serve(self, version: int) -> None:
+        super()._serve(version)
+        seed = self.live["a"][0]
+        if self.cached not in (0, seed):
+            self.stale.append((seed, self.cached))
+        self.cached = seed
+
+    def restart(self, tensors: Any) -> None:
+        super().restart(tensors)
+        self.cached = 0
 
     async def switch(self, order: Any) -> Any:
         return await self._around("switch", super().switch(order))

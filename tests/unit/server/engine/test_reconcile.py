@@ -184,6 +184,28 @@ async def test_a_server_that_died_in_the_commit_places_the_last_live_version(
         assert it.leases()[2] == 1
 
 
+async def test_a_fenced_engine_is_placed_on_no_cache_and_whoever_has_paused_it(
+    tmp_path: Path, engine: Engine
+) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.ready()
+        await it.push(2, 3)
+        await it.apply(2)
+        await it.apply(3)
+    engine._content, engine._dirty = "", True
+    await engine.fence("something was written")
+    engine.live["a"], engine.cached = tensors(2)["a"], 2
+    # Of a server that died while it placed something; nobody renews this lease.
+    await engine.pause(PauseSpec(clear_cache=False), 60)
+    begun = asyncio.get_running_loop().time()
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.ready()
+        assert engine.serves == 3
+        assert engine.stale == []
+    assert asyncio.get_running_loop().time() < begun + 4, "it is not tried a second time"
+
+
 async def test_a_server_that_died_in_the_pause_before_any_write(
     tmp_path: Path, engine: Engine
 ) -> None:

@@ -361,3 +361,22 @@ async def test_only_the_fleet_makes_versions_live(
         plan = await it.applier.apply(pb.ApplyVersionRequest(model=MODEL, version=2, dry_run=True))
         assert plan.report.outcome == pb.APPLY_OUTCOME_PLANNED
         assert it.serves() == {1}
+
+
+@pytest.mark.parametrize("before", ["prepared", "overdue", "serves"])
+async def test_one_that_comes_late_serves_nothing_on_the_caches_of_before(
+    tmp_path: Path, engines: dict[str, Engine], before: str
+) -> None:
+    async with site(tmp_path, engines) as it:
+        await it.up()
+        await it.push(2)
+        if before == "overdue":
+            for engine in engines.values():
+                engine._out_of_time()
+            assert it.serves() == {0}
+        elif before == "prepared":
+            await it.host.fence("it comes late")
+            await it.host.prepare(it.version(2))
+        await it.host.commit(it.version(2))
+        assert it.serves() == {2}
+        assert [engine.stale for engine in engines.values()] == [[]] * len(engines)
