@@ -202,7 +202,8 @@ class Attachments:
         self._check_offer(request, peer)
         applier = self.engine(request.engine)
         supervisor = applier.supervisor
-        async with supervisor.exclusive(proof_s=0.0) as session:
+        # A trainer that gives up cancels this, whatever the ranks are asked at that moment.
+        async with supervisor.exclusive(proof_s=0.0, only_asks=True) as session:
             live = live_version(session)
             check_attachable(session)
             states = await session.states()
@@ -315,7 +316,7 @@ class Attachments:
 
     async def _remember(self, attachment: Attachment, pid: int, pidfd: int) -> None:
         supervisor = self.engine(attachment.engine).supervisor
-        async with supervisor.exclusive(proof_s=0.0) as session:
+        async with supervisor.exclusive(proof_s=0.0, only_asks=True) as session:
             here = session is attachment.session
             if here:
                 live, always, job = live_version(session), not attachment.guarded, attachment.job

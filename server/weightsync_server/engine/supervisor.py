@@ -263,7 +263,7 @@ class EngineSupervisor:
 
     @contextlib.asynccontextmanager
     async def exclusive(
-        self, apply_id: str = "", proof_s: float | None = None
+        self, apply_id: str = "", proof_s: float | None = None, *, only_asks: bool = False
     ) -> AsyncIterator[EngineSession]:
         """Give the session to one caller; nothing else is done with the engine meanwhile.
 
@@ -271,6 +271,8 @@ class EngineSupervisor:
             apply_id: Of the apply that it is wanted for; "": it is for none.
             proof_s: Longest wait for the proof of an engine that generates already, seconds; 0: as
                 long as a prepare may take; None: it is not waited for.
+            only_asks: Whether nothing that the caller does changes what the ranks hold or whether
+                the engine generates, so that its failure says nothing of that.
 
         Raises:
             WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do;
@@ -290,10 +292,14 @@ class EngineSupervisor:
             try:
                 yield session
             except OSError as error:
-                self.suspect("a fault of this host in an apply: every rank is asked what it holds")
+                if not only_asks or session.ranks.may_write:
+                    self.suspect(
+                        "a fault of this host in an apply: every rank is asked what it holds"
+                    )
                 raise write_fault(error, "the apply") from error
             except BaseException as error:
-                if self.quarantine.outcome_unknown(session.ranks, error):
+                unknown = self.quarantine.outcome_unknown(session.ranks, error)
+                if unknown and (not only_asks or session.ranks.may_write):
                     self.suspect(str(error) or "an apply was interrupted")
                 raise
             finally:

@@ -197,6 +197,9 @@ class _Host:
         holders: Who can always write it, each with its job.
         current: The session of the engine that is here now.
         remembering: Set: the ranks remember.
+        handing_out: Whether they were asked for their memory.
+        handed_out: Set: they hand it out.
+        lost: Whether what they say is lost on its way.
         suspected: Whether the engine would be asked for what it holds.
     """
 
@@ -207,6 +210,9 @@ class _Host:
         self.suspected = False
         self.remembering = asyncio.Event()
         self.remembering.set()
+        self.handed_out = asyncio.Event()
+        self.handed_out.set()
+        self.handing_out = self.lost = False
         self.current = self.session()
         supervisor = SimpleNamespace(exclusive=self._exclusive, checks=_Checks())
         applier = SimpleNamespace(name="e", supervisor=supervisor)
@@ -243,16 +249,23 @@ class _Host:
         return await self.all.redeem(secret, PeerCredentials(pid, 2), -1)
 
     @contextlib.asynccontextmanager
-    async def _exclusive(self, *_: object, **__: object) -> AsyncIterator[Any]:
+    async def _exclusive(
+        self, *_: object, only_asks: bool = False, **__: object
+    ) -> AsyncIterator[Any]:
         try:
             yield self.current
-        except WeightSyncError as error:
+        except BaseException as error:
             ranks: Any = SimpleNamespace(may_write=False)
-            self.suspected |= QuarantinedLeases.outcome_unknown(ranks, error)
+            unknown = QuarantinedLeases.outcome_unknown(ranks, error)
+            self.suspected |= unknown and not only_asks
             raise
 
     async def _hand_out(self, *_: object) -> HandedOut:
+        self.handing_out = True
+        await self.handed_out.wait()
         await asyncio.sleep(0)
+        if self.lost:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "it did not arrive")
         fd = os.memfd_create("test")
         return HandedOut(1, "c", [[(HANDLES, 0, fd)]])
 
@@ -260,6 +273,8 @@ class _Host:
         del always
         _, _, _, pid, _, job = args
         await self.remembering.wait()
+        if self.lost:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "the answer was lost")
         self.holders = [each for each in self.holders if each[0] != pid] + [(pid, job)]
 
 
@@ -312,6 +327,28 @@ async def test_who_was_not_given_the_memory_keeps_out_nobody(host: _Host) -> Non
         await host.redeem(secret, 7)
     assert not host.suspected, "nothing is known to be wrong with the engine that is here"
     assert (await host.attach("b", 8)).pid == 8
+
+
+async def test_a_trainer_that_gives_up_says_nothing_of_the_engine(host: _Host) -> None:
+    host.handed_out.clear()
+    asking = asyncio.create_task(host.offer("a"))
+    await _until(lambda: host.handing_out)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert not host.suspected
+    host.handed_out.set()
+    assert (await host.attach("b", 8)).pid == 8
+
+
+async def test_memory_that_does_not_arrive_says_nothing_of_the_engine(host: _Host) -> None:
+    secret = await host.offer("a")
+    host.lost = True
+    with pytest.raises(WeightSyncError, match="it did not arrive"):
+        await host.offer("a")
+    with pytest.raises(WeightSyncError, match="the answer was lost"):
+        await host.redeem(secret, 7)
+    assert not host.suspected
 
 
 async def test_a_transaction_in_memory_of_before_says_nothing_of_the_engine_that_is_here(

@@ -197,6 +197,22 @@ async def test_the_apply_that_has_the_engine_is_named(it: Plant) -> None:
     assert seen[2:] == [""], "a proof is no apply"
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), OSError(24, "Too many open files")])
+async def test_who_only_asks_and_fails_says_nothing_of_the_engine(
+    it: Plant, error: BaseException
+) -> None:
+    await it.ready()
+    for only_asks in (True, False):
+        it.serving.clear()
+        with pytest.raises((asyncio.CancelledError, WeightSyncError)):
+            async with it.keeper.exclusive(only_asks=only_asks):
+                raise error
+        assert it.keeper.serving is only_asks
+        assert (False in it.serving) is not only_asks
+    await it.ready()
+    assert it.engine.serves == 1
+
+
 async def test_a_lease_is_renewed_while_a_commit_takes_long(tmp_path: Path) -> None:
     async with plant(tmp_path, pause_lease_s=1.5) as it:
         await it.ready()
