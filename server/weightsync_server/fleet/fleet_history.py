@@ -213,7 +213,7 @@ def parse_history(keys: Mapping[str, bytes], roster: Mapping[str, bytes] | None)
 class HistoryReader:
     """Reads what counts now, linearisably; a roster once, and what is decided for good seldom.
 
-    An apply that another one has followed is decided, and never changes.
+    An apply that another one has followed is decided, and never changes. Readings may overlap.
 
     Args:
         register: The fleet's.
@@ -222,8 +222,8 @@ class HistoryReader:
     def __init__(self, register: Register) -> None:
         self._register = register
         self._roster: tuple[str, dict[str, bytes]] = ("", {})
-        #: Number of the newest apply as of the last reading, and what was read of those before.
-        self._newest, self._past = 0, dict[str, bytes]()
+        #: Number of the newest apply as of some reading, and all that counts of those before.
+        self._known = 0, dict[str, bytes]()
 
     async def read(self) -> History:
         """Return the history.
@@ -233,14 +233,16 @@ class HistoryReader:
         """
         # Floors afterwards: what somebody creates anew below one is seen only with it.
         rooms = (APPLIES, FLOORS, REJECTED)
-        start = apply_prefix(self._newest) if self._newest else ""
+        # As of now: another reading may keep or forget some while this one waits.
+        known, past = self._known
+        start = apply_prefix(known) if known else ""
         keys = await self._register.list_each(rooms, start)
-        if self._newest and plan_key(self._newest) not in keys:
+        if known and plan_key(known) not in keys:
             # It was emptied, or put back.
-            self._newest, self._past = 0, {}
+            known, past = 0, {}
             keys = await self._register.list_each(rooms)
-        keys = self._past | keys
-        self._keep(keys)
+        keys = past | keys
+        self._keep(keys, known)
         bare = parse_history(keys, None)
         newest = bare.newest
         if newest is None or bare.unreadable:
@@ -250,15 +252,15 @@ class HistoryReader:
             self._roster = nonce, await self._register.list(roster_prefix(nonce))
         return parse_history(keys, self._roster[1])
 
-    def _keep(self, keys: Mapping[str, bytes]) -> None:
+    def _keep(self, keys: Mapping[str, bytes], known: int) -> None:
         """Keep what need not be read again; all is now and then, for some of it is removed."""
         plans = [key for key in keys if key.startswith(APPLIES) and key.endswith("/plan")]
         newest = max((int(key[len(APPLIES) :].partition("/")[0]) for key in plans), default=0)
-        if newest // _READ_AGAIN != self._newest // _READ_AGAIN and self._newest:
+        if newest // _READ_AGAIN != known // _READ_AGAIN and known:
             newest = 0
         first = apply_prefix(newest) if newest else APPLIES
-        self._newest = newest
-        self._past = {key: keys[key] for key in keys if key < first}
+        # Both at once: one without the other would leave out applies that count.
+        self._known = newest, {key: keys[key] for key in keys if key < first}
 
 
 def _verdicts(parts: Mapping[str, bytes]) -> set[Verdict]:

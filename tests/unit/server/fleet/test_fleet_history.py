@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from tests.support.fleet_hosts import version
-from weightsync_server.fleet.fleet_history import HistoryReader
+from weightsync_server.fleet.fleet_history import _READ_AGAIN, HistoryReader
 from weightsync_server.fleet.fleet_keys import decision_key, plan_key, roster_key
 from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict, divide
 from weightsync_server.fleet.fleet_records import encode_plan, encode_roster, encode_verdict
@@ -31,6 +32,40 @@ class _Counting(FolderRegister):
         found = await super().list_each(prefixes, start)
         self.sent += sum(len(key) + len(value) for key, value in found.items())
         return found
+
+
+class _Slow(FolderRegister):
+    """Answers the next call with what is there now, once it is told to.
+
+    Attributes:
+        asked: The next call has come.
+        answers: It may return; None: no call is kept waiting.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked = asyncio.Event()
+        self.answers: asyncio.Event | None = None
+
+    async def list_each(self, prefixes: Sequence[str], start: str = "") -> dict[str, bytes]:
+        found = await super().list_each(prefixes, start)
+        answers, self.answers = self.answers, None
+        if answers is not None:
+            self.asked.set()
+            await answers.wait()
+        return found
+
+
+async def _decided(register: FolderRegister, number: int) -> None:
+    """Commit an apply of one wave."""
+    waves = divide(_MEMBERS, Kind.ROLLING, len(_MEMBERS))
+    plan = FleetPlan(
+        number, f"n{number}", Kind.ROLLING, version(number + 1), version(number), waves, 1
+    )
+    (part,) = encode_roster(plan.waves)
+    await register.create(roster_key(plan.nonce, 0), part)
+    await register.create(plan_key(number), encode_plan(plan, 1))
+    await register.create(decision_key(number, 1), encode_verdict(Verdict.COMMIT, "a"))
 
 
 async def _apply(register: FolderRegister, reader: HistoryReader, number: int) -> int:
@@ -74,3 +109,24 @@ async def test_what_was_emptied_or_removed_is_read_anew(tmp_path: Path) -> None:
     assert (await reader.read()).number == 1
     await register.delete(list(await register.list("")))
     assert (await reader.read()).number == 0
+
+
+async def test_readings_that_overlap_where_all_is_read_anew_have_all_that_counts(
+    tmp_path: Path,
+) -> None:
+    register = _Slow(tmp_path)
+    reader = HistoryReader(register)
+    for number in range(1, _READ_AGAIN):
+        await _decided(register, number)
+    await reader.read()
+    await _decided(register, _READ_AGAIN)
+    register.answers = answers = asyncio.Event()
+    slow = asyncio.create_task(reader.read())
+    await register.asked.wait()
+    # It forgets what it had, so that the next one reads all.
+    await reader.read()
+    answers.set()
+    whole = await HistoryReader(register).read()
+    assert len(whole.applies) == _READ_AGAIN
+    assert await slow == whole
+    assert await reader.read() == whole
