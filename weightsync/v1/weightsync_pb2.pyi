@@ -2515,7 +2515,7 @@ class GetEngineLayoutResponse(_message.Message):
     """Empty on the last page."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTensor]:
-        """A page of them, in no order; a message is at most 1 MiB."""
+        """A page of them, sorted by name; a message is at most 1 MiB."""
 
     def __init__(
         self,

@@ -75,11 +75,17 @@ def engine_layout(
         if reply.signature != signature:
             changes += bool(signature)
             signature, kinds = reply.signature, {}
+        twice = False
         for tensor in reply.tensors:
+            twice |= tensor.name in kinds
             kind = EngineTensor(tensor.dtype, tuple(tensor.shape))
             kinds[tensor.name] = alike.setdefault(kind, kind)
         token = reply.next_page_token
-        if not token:
+        if twice:
+            # Older servers' pages have an order that may change under one signature: another
+            # tensor has not come.
+            signature, token, changes = "", "", changes + 1
+        elif not token:
             return EngineLayout(signature, kinds)
         if len(kinds) > MAX_TENSORS or changes > _CHANGES or not reply.tensors:
             raise refuse(

@@ -41,7 +41,7 @@ class LayoutPage(NamedTuple):
 
     Attributes:
         signature: Of all of them; empty: they are not known.
-        tensors: Those of this page.
+        tensors: Those of this page, sorted by name.
         next_token: Asks for the next page; empty: this is the last one.
     """
 
@@ -115,20 +115,26 @@ class EngineLayouts:
         of, _, position = token.partition(".")
         ours = of == signature and position.isascii() and position.isdecimal()
         first = int(position) if ours and len(position) <= _DIGITS else 0
-        end = _page_end(layout.tensors, first)
+        # In an order that the signature fixes: the next page may come of another layout with it.
+        tensors = _page(layout, first)
+        end = first + len(tensors)
         more = f"{signature}.{end}" if end < len(layout.tensors) else ""
-        return LayoutPage(signature, layout.tensors[first:end], more)
+        return LayoutPage(signature, tensors, more)
 
 
 def _absent(needed: Sequence[TensorEntry], tensors: Sequence[TensorEntry]) -> frozenset[str]:
     return frozenset(tensor.name for tensor in needed).difference(t.name for t in tensors)
 
 
-def _page_end(tensors: Sequence[TensorEntry], first: int) -> int:
-    """Return the position after the last tensor of a page."""
-    size, at = 0, first
-    while at < len(tensors) and size < _PAGE_BYTES:
+def _page(layout: Layout, first: int) -> list[TensorEntry]:
+    """Return the tensors of a page, sorted by name."""
+    size = 0
+    page: list[TensorEntry] = []
+    for at in layout.by_name[first:]:
+        if size >= _PAGE_BYTES:
+            break
+        tensor = layout.tensors[at]
         # A character takes up to 4 bytes.
-        size += 4 * len(tensors[at].name) + _TENSOR_BYTES + _DIM_BYTES * len(tensors[at].shape)
-        at += 1
-    return at
+        size += 4 * len(tensor.name) + _TENSOR_BYTES + _DIM_BYTES * len(tensor.shape)
+        page.append(tensor)
+    return page

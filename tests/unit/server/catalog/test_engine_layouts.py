@@ -52,6 +52,24 @@ async def test_pages_hold_all_tensors_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert await layouts.page(held.signature, "") == (held.signature, (), "")
 
 
+async def test_pages_of_layouts_with_one_signature_go_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_layouts, "_PAGE_BYTES", 120)
+    layouts, first = EngineLayouts(), layout()
+    # The same tensors lie in its shards in another order.
+    then = Layout(first.shards, tuple(reversed(first.tensors)))
+    there = layouts.engines["e"] = engine(first)
+    page = await layouts.page("", "")
+    found = [*page.tensors]
+    there.proved = engine(then).proved
+    while page.next_token:
+        page = await layouts.page("", page.next_token)
+        assert page.signature == first.signature
+        found += page.tensors
+    assert sorted(t.name for t in found) == sorted(t.name for t in first.tensors)
+
+
 @pytest.mark.parametrize(
     "token", ["x", "7", ".3", "{0}.", "{0}.-1", "{0}.\u0663", "{0}.1e3", "0" * 32 + ".3"]
 )
