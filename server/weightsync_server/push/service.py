@@ -397,8 +397,8 @@ class PushService:
         highest, existing = table.highest, table.find(version)
         if existing is not None and existing.commit is None and not existing.orphaned:
             dropped = existing.durability == pb.DURABILITY_FAILED
-            if dropped and not backfill:
-                # No number is used twice.
+            if dropped and not backfill and version <= highest:
+                # No number is used twice; one that nothing has used comes free.
                 raise table.not_above(version)
             # No push brings it, or it had been found above.
             state, end = "becoming the engine's checkpoint", "committed"

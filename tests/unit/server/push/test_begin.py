@@ -15,6 +15,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.attach.in_place_versions import InPlaceVersions
 from weightsync_server.auth.callers import caller
+from weightsync_server.catalog.record import VersionRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,6 +144,31 @@ async def test_what_is_given_up_once_it_is_committed_stays_committed(here: World
 async def test_a_push_without_a_key_is_found_by_none(here: World) -> None:
     await here.pushes.begin(begin(version=1), None)
     assert here.pushes._index.with_key("") is None
+
+
+async def test_a_number_that_comes_free_is_not_refused_for_good(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await here.push(simple(1))
+    store, table = here.model.store, here.model.table
+    discard, asked, gone = store.discard, asyncio.Event(), asyncio.Event()
+
+    async def wait(model: str, version: int) -> None:
+        asked.set()
+        await gone.wait()
+        await discard(model, version)
+
+    monkeypatch.setattr(store, "discard", wait)
+    # As of an engine's checkpoint that could not be committed.
+    record = VersionRecord(MODEL, table.next_version())
+    table.add(record)
+    dropping = asyncio.create_task(here.model.orphans.drop(record))
+    await asked.wait()
+    error = await refused(here, Reason.PUSH_ABORTED, version=record.version)
+    assert "is being dropped, for its push failed" in error.message
+    gone.set()
+    await dropping
+    assert await here.push(simple(2), version=record.version) == record.version
 
 
 async def test_same_version_same_content_is_fine_other_content_exists(tmp_path: Path) -> None:
