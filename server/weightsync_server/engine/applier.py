@@ -16,6 +16,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.apply_checks import (
+    check_base,
     check_order,
     check_prepare_timeout,
     check_ways,
@@ -68,8 +69,14 @@ class Applier:
         self._host = host
         self._calls = idempotency.Calls()
 
-    async def apply(self, request: pb.ApplyVersionRequest) -> pb.ApplyVersionResponse:
+    async def apply(
+        self, request: pb.ApplyVersionRequest, base: VersionRecord | None = None
+    ) -> pb.ApplyVersionResponse:
         """Make a version live on every rank of every engine that is asked for, or change nothing.
+
+        Args:
+            request: Which version, and how.
+            base: What must be live until then; None: anything.
 
         Raises:
             WeightSyncError: With the reason; the engines then serve what they served before, unless
@@ -84,7 +91,7 @@ class Applier:
             request.idempotency_key,
             request,
             lambda: self._once(
-                request, pb.ApplyVersionResponse, lambda: self._apply(request, spec)
+                request, pb.ApplyVersionResponse, lambda: self._apply(request, spec, base)
             ),
         )
 
@@ -177,7 +184,7 @@ class Applier:
         return any([one.serving or await one.generates() for one in others])
 
     async def _apply(
-        self, request: pb.ApplyVersionRequest, spec: PauseSpec
+        self, request: pb.ApplyVersionRequest, spec: PauseSpec, base: VersionRecord | None
     ) -> pb.ApplyVersionResponse:
         timeout = request.prepare_timeout.ToNanoseconds() / 1e9
         async with self._taken(request.engine, timeout, apply_id=secrets.token_hex(8)) as group:
@@ -197,6 +204,8 @@ class Applier:
                 if group.absent and not request.dry_run:
                     await self._engines.host_journal.found(record, group.members[0].name)
                 return _response(group, reports)
+            if base is not None:
+                check_base(base, group.members)
             if record.rejected_reason and not request.clear_rejected:
                 # Some serve it, for which it was not rejected.
                 raise _rejected(record)

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightsync.engine import PauseSpec
+    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.engine_group import EngineGroup, GroupMember
     from weightsync_server.engine.idempotency import Request
 
 __all__ = [
+    "check_base",
     "check_members",
     "check_order",
     "check_prepare_timeout",
@@ -28,6 +30,26 @@ __all__ = [
 _MAX_PREPARE_S = 3600
 #: Slots that a rolling apply needs: what is left stays staged for those that must go back.
 _ROLLING_SLOTS = 3
+
+
+def check_base(base: VersionRecord, members: Sequence[GroupMember]) -> None:
+    """Refuse to replace anything else by a version that kept tensors of what was live.
+
+    Args:
+        base: Of which it kept them.
+        members: The engines.
+
+    Raises:
+        WeightSyncError: VERSION_CONFLICT.
+    """
+    for one in members:
+        live = one.live.record
+        if live.content_digest != base.content_digest:
+            raise WeightSyncError(
+                Reason.VERSION_CONFLICT,
+                f"send the update again: version {live.version} is live on engine {one.name}, and "
+                f"the tensors that this update lacks would be those of version {base.version}",
+            )
 
 
 def check_order(request: Request, slots: int) -> None:

@@ -97,13 +97,14 @@ class UpdateCommitter:
 
     async def _serve(self, feed: UpdateFeed, update: WaitingUpdate) -> int:
         """Return the version that an update has become, when the engine serves it."""
-        record = await self._commit(feed, update)
+        base = self._base() if update.partial else None
+        record = await self._commit(feed, update, base)
         logger.info("version %d came over %s", record.version, update.backend)
         request = pb.ApplyVersionRequest(
             model=record.model, version=record.version, idempotency_key=update.update_id
         )
         try:
-            await self._applier.apply(request)
+            await self._applier.apply(request, base)
         except Exception as error:
             # Nobody asked for it by number, so "newest" must not mean what the trainer was refused.
             if self._supervisor.served.live != record.version:
@@ -112,8 +113,12 @@ class UpdateCommitter:
             raise
         return record.version
 
-    async def _commit(self, feed: UpdateFeed, update: WaitingUpdate) -> VersionRecord:
+    async def _commit(
+        self, feed: UpdateFeed, update: WaitingUpdate, base: VersionRecord | None
+    ) -> VersionRecord:
         metadata = {"transfer": update.backend} | ({"label": update.label} if update.label else {})
+        if base is not None:
+            metadata["base_version"] = str(base.version)
         with translate_os_errors("the update"):
             async with offered(
                 self._segments,
@@ -122,18 +127,19 @@ class UpdateCommitter:
             ) as files:
                 if not files:
                     raise WeightSyncError(Reason.ENGINE_REFUSED, "the update holds no file")
-                base = self._base(metadata) if update.partial else None
                 return await self._model.adoption.receive(
                     files, metadata, self._model.accepted, base
                 )
 
-    def _base(self, metadata: dict[str, str]) -> VersionRecord:
-        """Return the version whose tensors an update keeps that lacks them."""
+    def _base(self) -> VersionRecord:
+        """Return the version whose tensors an update keeps that lacks them.
+
+        Nothing else may be live when the update is applied: it would be undone.
+        """
         live = self._supervisor.served.live
         if not live:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
                 "the engine serves no version whose other tensors could stay; send all of them",
             )
-        metadata["base_version"] = str(live)
         return self._model.table.get(live)

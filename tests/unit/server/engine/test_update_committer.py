@@ -154,6 +154,33 @@ async def test_what_a_partial_update_leaves_out_stays(it: Plant, feed: _Feed) ->
     assert _info(it, 5).shard_count == 1
 
 
+@pytest.mark.parametrize("serves", [1, 3])
+async def test_a_partial_update_undoes_nothing_that_came_meanwhile(
+    it: Plant, feed: _Feed, serves: int
+) -> None:
+    back = serves == 1
+    await it.push(*((2,) if back else (2, 3)))
+    await it.apply(2)
+    name = min(checkpoint(4))
+    receive = it.here.model.adoption.receive
+
+    async def slowly(*args: Any) -> Any:
+        record = await receive(*args)
+        await (it.rollback() if back else it.apply(3))
+        return record
+
+    it.here.model.adoption.receive = slowly  # type: ignore[method-assign, assignment]
+    version, error = await feed.update({name: checkpoint(4)[name]}, partial=True)
+    assert version == 0
+    assert f"send the update again: version {serves} is live" in error
+    assert it.engine.serves == serves
+    refused = 3 if back else 4
+    assert _info(it, refused).serving == pb.SERVING_REJECTED
+    it.here.model.adoption.receive = receive  # type: ignore[method-assign]
+    assert await feed.update({name: checkpoint(4)[name]}, partial=True) == (refused + 1, "")
+    assert it.engine.live == tensors(serves) | {name: tensors(4)[name]}
+
+
 async def test_a_partial_update_brings_what_the_base_has_and_as_it_has_it(
     it: Plant, feed: _Feed
 ) -> None:
