@@ -12,7 +12,7 @@ from weightsync.model.checkpoint_folder import read_layout
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.local_numbers import local_number
 from weightsync_server.catalog.record import VersionRecord
-from weightsync_server.ops.tasks import all_done
+from weightsync_server.ops.tasks import all_done, in_thread
 from weightsync_server.residency.kept_tensors import kept_files
 from weightsync_server.residency.loading import load_shard
 from weightsync_server.store.damage import SHARD_DAMAGE
@@ -181,10 +181,14 @@ class CheckpointAdoption:
         if base is None:
             yield files
             return
-        with await self._stager.lease(base, _SLOT_WAIT_S, for_engine=False, durable=False) as lease:
-            manifest = await self._commits.manifest(base)
-            kept = await asyncio.to_thread(kept_files, files, manifest, lease.segments)
+        kept: list[OfferedFile] = []
+        lease = await self._stager.lease(base, _SLOT_WAIT_S, for_engine=False, durable=False)
         try:
+            with lease:
+                manifest = await self._commits.manifest(base)
+                segments = lease.segments
+                # Whoever cancels this waits for the thread, and what it has made is closed.
+                await in_thread(lambda: kept.extend(kept_files(files, manifest, segments)))
             yield [*files, *kept]
         finally:
             for _, _, fd in kept:
@@ -264,7 +268,8 @@ class CheckpointAdoption:
             ) from error
 
     async def _read_whole(self, slot: Slot, files: Sequence[OfferedFile]) -> Manifest:
-        layout = await asyncio.to_thread(read_layout, files)
+        # To its end: the caller closes the files then.
+        layout = await in_thread(read_layout, files)
         await self._slots.promise(slot, layout.size)
         loads = [
             load_shard(self._slots, self._fetch, slot, layout, shard, fd)
