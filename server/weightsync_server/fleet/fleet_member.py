@@ -129,6 +129,8 @@ class FleetMember:
                 group.create_task(self._read(), name="fleet reader")
                 await self._follow()
         finally:
+            # Who runs it anew is seen again.
+            self._announced = b""
             await self._drop_preparing()
             with contextlib.suppress(WeightSyncError):
                 await self.view.presence.close()

@@ -61,9 +61,10 @@ class MemberPresence:
             await self._membership.renew()
 
     async def close(self) -> None:
-        """Be gone."""
-        if self._membership is not None:
-            await self._membership.close()
+        """Be gone, so that nothing that was read counts until this is announced again."""
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            await membership.close()
 
     async def found(self) -> bytes | None:
         """Return who has the name now.

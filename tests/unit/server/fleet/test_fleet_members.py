@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.fleet_hosts import FileHost, make_member, version
 from tests.support.fleet_tasks import LIMITS, until
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fleet.decision import decide
 from weightsync_server.fleet.fleet_history import HistoryReader
-from weightsync_server.fleet.fleet_keys import decision_key
+from weightsync_server.fleet.fleet_keys import MEMBERS, decision_key, member_key
 from weightsync_server.fleet.fleet_limits import FleetLimits
 from weightsync_server.fleet.fleet_plan import FleetVersion, Kind, Verdict
 from weightsync_server.fleet.fleet_records import encode_verdict
@@ -366,3 +367,28 @@ def _mode(fleet: Fleet, name: str) -> Mode:
 
 def _gone(fleet: Fleet, name: str) -> bool:
     return fleet.register._members.read(f"members+{name}") is None
+
+
+async def test_one_that_is_begun_anew_is_there_and_was_not_meanwhile(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a")
+    member = fleet.members["a"]
+    before = clock.boottime()
+
+    async def fail() -> float:
+        raise RuntimeError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(member.view, "_read_once", fail)
+        await until(fleet._tasks["a"].done)
+    assert not (await fleet.register.members(MEMBERS)).alive
+    # Nobody has seen it since, whatever time it had left.
+    assert not member.view.presence.counts
+    fleet._tasks["a"] = asyncio.create_task(member.run())
+    await until(lambda: member.view.presence.counts)
+    assert list((await fleet.register.members(MEMBERS)).alive) == [member_key("a")]
+    membership = member.view.presence._membership
+    assert membership is not None
+    assert not membership.is_seen_since(before)
+    await fleet.until_serving(a=1)
