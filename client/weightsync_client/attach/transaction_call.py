@@ -86,13 +86,23 @@ class TransactionCall:
         Raises:
             ClientError: Nothing was paused.
         """
-        if self._call is not None:
+        if self._pid:
             raise refuse(Reason.REQUEST_INVALID, "this transaction was used; make a new one")
         self._pid = os.getpid()
         self._begin.base_version = base_version
         self._steps.put(pb.WriteInPlaceRequest(begin=self._begin))
-        self._call = self._writing.open(iter(self._steps.get, None))
-        threading.Thread(target=self._read, name="in place answers", daemon=True).start()
+        call = self._writing.open(iter(self._steps.get, None))
+        reader = threading.Thread(
+            target=self._read, args=[call], name="in place answers", daemon=True
+        )
+        try:
+            reader.start()
+        except BaseException:
+            self._steps.put(None)
+            call.cancel()
+            raise
+        # Not until then: of what nobody reads no answer is waited for.
+        self._call = call
         self.id = self._answer().begun.transaction_id
         self.writes = True
         return self.id
@@ -104,8 +114,11 @@ class TransactionCall:
             let_go: As of `check`.
 
         Raises:
-            ClientError: The server has ended it, with the reason.
+            ClientError: The server has ended it, with the reason; REQUEST_INVALID in a child that
+                was forked.
         """
+        if self._call is not None:
+            self._refuse_child("renew")
         self.check(let_go)
         self._renew()
 
@@ -123,10 +136,10 @@ class TransactionCall:
             let_go()
             self._answer()
 
-    def _read(self) -> None:
+    def _read(self, call: Any) -> None:
         """Hear the server, also while the trainer computes."""
         try:
-            for answer in self._call:
+            for answer in call:
                 if answer.WhichOneof("outcome") == "revoked":
                     self._lose()
                 else:
@@ -174,12 +187,7 @@ class TransactionCall:
         Raises:
             ClientError: APPLY_RESTORED, ENGINE_FENCED; REQUEST_INVALID in a child that was forked.
         """
-        if self._forked:
-            raise refuse(
-                Reason.REQUEST_INVALID,
-                "end forked children before the block ends: only the process that began the "
-                "transaction can commit it",
-            )
+        self._refuse_child("commit")
         self._steps.put(pb.WriteInPlaceRequest(commit=pb.CommitInPlace()))
         live = self._answer().live
         self.writes, self._live = False, True
@@ -200,9 +208,9 @@ class TransactionCall:
     def abort(self) -> None:
         """Take all back, and return when the version before is served.
 
-        In a child that was forked: nothing.
+        In a child that was forked, or where nothing was begun: nothing.
         """
-        if self._forked:
+        if self._call is None or self._forked:
             return
         self._steps.put(pb.WriteInPlaceRequest(abort=pb.AbortInPlace()))
         # That it was put back is what was asked for.
@@ -214,6 +222,14 @@ class TransactionCall:
     def _forked(self) -> bool:
         """Whether this is another process than began, where nothing of gRPC may be touched."""
         return self._pid != os.getpid()
+
+    def _refuse_child(self, what: str) -> None:
+        if self._forked:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                "end forked children before the block ends: only the process that began the "
+                f"transaction can {what} it",
+            )
 
     def _answer(self) -> pb.WriteInPlaceResponse:
         try:
