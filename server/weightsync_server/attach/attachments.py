@@ -175,8 +175,8 @@ class Attachments:
         self._open: set[Attachment] = set()
         #: Who was given memory here: engine, process and job. These are known by their connections.
         self._met: set[tuple[str, int, str]] = set()
-        #: Who writes each engine, by its name.
-        self._writers: dict[str, Attachment] = {}
+        #: Who writes each start of an engine that somebody has the memory of.
+        self._writers: dict[tuple[str, str], Attachment] = {}
 
     def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Listen until the stack ends.
@@ -250,6 +250,9 @@ class Attachments:
     def writer(self, engine: str, token: str, peer: str) -> Attachment:
         """Return the attachment for which a transaction is begun; no other job writes beside it.
 
+        Who has memory of an earlier start of the engine counts for nobody; what it begins is
+        refused by the transaction, which knows what start there is.
+
         Args:
             engine: Name of the engine.
             token: Of the attachment; "": of an older release.
@@ -266,12 +269,16 @@ class Attachments:
                 "attach before you begin a transaction, from the engine's host, and stay attached "
                 "until it ends: only who has the memory writes it",
             )
-        (attachment, *_) = mine
-        before = self._writers.get(engine, attachment)
-        jobs = {one.job for one in here}
+        # Of an older release all are meant.
+        attachment = max(mine, key=lambda one: one.session.live is not None)
+        place = engine, attachment.engine_id
+        before = self._writers.get(place, attachment)
+        jobs = {one.job for one in here if one.engine_id == attachment.engine_id}
         if before.job != attachment.job and before.job in jobs:
             raise _written_by(engine, before)
-        self._writers[engine] = attachment
+        known = {(one.engine, one.engine_id) for one in self._open}
+        self._writers = {at: one for at, one in self._writers.items() if at in known}
+        self._writers[place] = attachment
         return attachment
 
     async def redeem(

@@ -190,6 +190,50 @@ async def test_who_is_not_attached_writes_nothing(
     os.close(fd)
 
 
+@pytest.fixture
+async def stale(those: Attachments) -> Attachment:
+    """An attachment of job a to an earlier start of the engine."""
+    return _attached(those, "a", "before", live=None)
+
+
+def _attached(those: Attachments, job: str, start: str, live: str | None = "live") -> Attachment:
+    made: Any = Attachment
+    session = SimpleNamespace(live=live)
+    attachment: Attachment = made("e", session, _Checks(), HandedOut(1, "c", []), job)
+    attachment.engine_id = start
+    those._open.add(attachment)
+    return attachment
+
+
+async def test_who_wrote_an_engine_of_before_keeps_no_other_job_from_the_new_one(
+    those: Attachments, stale: Attachment
+) -> None:
+    assert those.writer("e", stale.token, "unix:") is stale
+    writer = _attached(those, "b", "now")
+    assert those.writer("e", writer.token, "unix:") is writer
+
+
+async def test_memory_of_before_lets_no_second_job_write_the_new_engine(
+    those: Attachments, stale: Attachment
+) -> None:
+    writer, other = _attached(those, "b", "now"), _attached(those, "c", "now")
+    assert those.writer("e", writer.token, "unix:") is writer
+    # It begins nothing there, which the transaction itself finds.
+    assert those.writer("e", stale.token, "unix:") is stale
+    with pytest.raises(WeightSyncError, match="which one job at a time may do"):
+        those.writer("e", other.token, "unix:")
+    await those.leave(writer, _PEER)
+    assert those.writer("e", other.token, "unix:") is other
+
+
+async def test_of_an_older_release_what_is_live_is_written(those: Attachments) -> None:
+    """It does not say by which attachment."""
+    for number in range(20):
+        _attached(those, "", f"before {number}", live=None)
+    writer = _attached(those, "", "now")
+    assert those.writer("e", "", "unix:") is writer
+
+
 class _Host:
     """An engine whose ranks tell what a test says, and who is given its memory.
 
