@@ -173,7 +173,8 @@ class AttachClient:
             with contextlib.suppress(OSError):
                 os.close(fd)
         # Nothing of it is mapped here, and something else may be by and by.
-        self._block = threading.Lock()
+        # Nor does the thread run here that may have locked this.
+        self._lock, self._block = threading.Lock(), threading.Lock()
         self._fds, self._memory, self._gates = [], [], []
         self._closed, self._in_block = True, False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -97,7 +98,7 @@ class InPlaceTransaction:
         self._push, self._attached, self._source = writing.push, attached, source
         self._background, self._before = background, before
         self._following: Future[None] | None = None
-        self._writer = 0
+        self._writer = self._pid = 0
         self.report: types.ApplyReport | None = None
 
     @property
@@ -210,6 +211,7 @@ class InPlaceTransaction:
         if not self._background:
             work()
             return
+        self._pid = os.getpid()
         pool = ThreadPoolExecutor(1, thread_name_prefix="in place")
         self._following = pool.submit(work)
         pool.shutdown(wait=False)
@@ -217,13 +219,15 @@ class InPlaceTransaction:
     def result(self) -> types.ApplyReport | None:
         """Wait until what was written is pushed and proved; None: nothing was.
 
+        In a child that was forked nothing is waited for: the push is its parent's.
+
         Raises:
             ClientError: As the end of the block; the first call alone.
         """
         # One that was refused before it has begun leaves that to whoever comes next.
         self.wait_for_before()
         following = self._following
-        if following is not None:
+        if following is not None and self._pid == os.getpid():
             futures.wait([following])
             # Not until then, as above.
             self._following = None

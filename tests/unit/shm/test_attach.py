@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -187,3 +189,34 @@ def test_a_block_that_has_ended_is_let_go_of_on_a_gpu_when_nobody_writes(
     client.close()
     server.close()
     segment.close()
+
+
+def test_a_child_that_is_forked_while_its_parent_asks_waits_for_nobody(
+    desk: _Desk, tmp_path: Path
+) -> None:
+    client = AttachClient(tmp_path / "a.sock", "good")
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        asked.set()
+        may_answer.wait(20)
+
+    desk.check = wait  # type: ignore[method-assign]
+    asking = threading.Thread(target=client.check)
+    asking.start()
+    assert asked.wait(10)
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        try:
+            client.check()
+        except OSError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    may_answer.set()
+    asking.join()
+    client.close()
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -97,11 +97,11 @@ class _Gpu:
         pass
 
 
-def _made(server: _Server) -> tuple[InPlaceTransaction, _Gpu]:
+def _made(server: _Server, *, background: bool = False) -> tuple[InPlaceTransaction, _Gpu]:
     gpu: Any = _Gpu(server)
     link = SimpleNamespace(address="a")
     writing: Any = SimpleNamespace(model="m", link=link, open=server.answers, push=None)
-    return InPlaceTransaction(writing, gpu, 60.0, {}), gpu
+    return InPlaceTransaction(writing, gpu, 60.0, {}, background=background), gpu
 
 
 def _revoked(server: _Server) -> None:
@@ -142,17 +142,42 @@ def test_a_thread_that_renews_does_not_let_go_of_what_another_writes() -> None:
 
 def test_who_is_interrupted_while_it_waits_has_not_waited() -> None:
     """Closing waits for it again, before it unmaps what a push may be reading."""
-    transaction, _ = _made(_Server())
-    pushing: Future[None] = Future()
-    transaction._following = pushing
+    transaction, _ = _made(_Server(), background=True)
+    may_push = threading.Event()
+
+    def push() -> None:
+        may_push.wait(20)
+        raise ClientError(Reason.APPLY_RESTORED, "it did not count")
+
+    transaction.follow(push)
     threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         transaction.result()
-    error = ClientError(Reason.APPLY_RESTORED, "it did not count")
-    threading.Timer(0.1, pushing.set_exception, [error]).start()
+    threading.Timer(0.1, may_push.set).start()
     with pytest.raises(ClientError, match="it did not count"):
         transaction.result()
     assert transaction.result() is None
+
+
+def test_a_forked_child_waits_for_no_push_of_its_parent() -> None:
+    """As the end of `with client.attach()` does, where a child leaves that, too."""
+    transaction, _ = _made(_Server(), background=True)
+    may_push = threading.Event()
+
+    def push() -> None:
+        may_push.wait(20)
+
+    transaction.follow(push)
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        transaction.result()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    may_push.set()
+    transaction.result()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_a_block_that_has_ended_while_it_was_opened_is_closed_first() -> None:
