@@ -67,8 +67,8 @@ class LiveWriters:
     def __init__(self, segments: Callable[[], Sequence[Segment]]) -> None:
         self._segments = segments
         self._lock = threading.Lock()
-        # By their pid; those that have none to be told apart by are counted down from -1.
-        self._holders: dict[int, _Holder] = {}
+        # By their pid, or what else tells them apart.
+        self._holders: dict[tuple[int, int], _Holder] = {}
         self._unnamed = 0
         self._gate = -1
         self._seen: bool | None = None
@@ -90,7 +90,7 @@ class LiveWriters:
         job = str(args["job"]) if "job" in args else None
         with self._lock:
             self._reap()
-            key = pid or self._next_unnamed()
+            key = pid, 0 if pid else self._own_number(pidfd)
             before = self._holders.pop(key, None)
             if before is not None:
                 # It lives, so it is the same process.
@@ -141,9 +141,19 @@ class LiveWriters:
         inodes = {os.fstat(segment.fd).st_ino for segment in segments}
         if self._gate >= 0:
             inodes.add(os.fstat(self._gate).st_ino)
-        return [pid for pid in sorted(self._holders) if _may_write(pid, inodes)]
+        return [pid for pid, _ in sorted(self._holders) if pid and _may_write(pid, inodes)]
 
-    def _next_unnamed(self) -> int:
+    def _own_number(self, pidfd: int) -> int:
+        """Return a number that a process which has no pid here has alone."""
+        own = os.pidfd_open(os.getpid())
+        try:
+            mine, its = (os.fstat(fd) for fd in (own, pidfd))
+        finally:
+            os.close(own)
+        if (mine.st_dev, mine.st_ino) != (its.st_dev, its.st_ino):
+            # A process has one inode, by whatever pidfd it is known.
+            return its.st_ino
+        # Before Linux 6.9 all have the same: rather one too many than one that is forgotten.
         self._unnamed -= 1
         return self._unnamed
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -40,12 +42,35 @@ def _remember(writers: LiveWriters, socket: SegmentServer, pid: int, **how: Any)
     writers.remember({"holder": "holder", "pid": pid, **how}, str(socket.path))
 
 
+def _remember_unseen(writers: LiveWriters, socket: SegmentServer, pid: int, **how: Any) -> None:
+    """Remember a process as one of a PID namespace that the server does not see."""
+    socket.publish("holder", os.pidfd_open(pid), 0)
+    writers.remember({"holder": "holder", "pid": 0, **how}, str(socket.path))
+
+
+def _tells_apart() -> bool:
+    mine, parent = os.pidfd_open(os.getpid()), os.pidfd_open(os.getppid())
+    try:
+        return os.fstat(mine).st_ino != os.fstat(parent).st_ino
+    finally:
+        os.close(mine)
+        os.close(parent)
+
+
+@contextlib.contextmanager
+def _process() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait()
+    with _process() as process:
+        yield process
 
 
 def test_a_process_is_remembered_once_and_until_it_has_ended(
@@ -70,16 +95,47 @@ def test_processes_that_have_no_pid_here_are_remembered_each(
 ) -> None:
     """As those of a PID namespace that the server does not see."""
     writers = LiveWriters(lambda: (segment,))
-    for pid, job in ((os.getpid(), "a"), (sleeper.pid, "b")):
-        socket.publish("holder", os.pidfd_open(pid), 0)
-        args = {"holder": "holder", "pid": 0, "always": True, "job": job}
-        writers.remember(args, str(socket.path))
-    state = writers.state()
-    assert state["holders"] == [0, 0]
-    assert sorted(state["unguarded_by"]) == [[0, "a"], [0, "b"]]
-    sleeper.kill()
-    sleeper.wait()
+    with _process() as other:
+        for pid, job in ((other.pid, "a"), (sleeper.pid, "b")):
+            _remember_unseen(writers, socket, pid, always=True, job=job)
+        state = writers.state()
+        assert state["holders"] == [0, 0]
+        assert sorted(state["unguarded_by"]) == [[0, "a"], [0, "b"]]
+        sleeper.kill()
+        sleeper.wait()
+        assert writers.state()["unguarded_by"] == [[0, "a"]]
+
+
+@pytest.mark.skipif(
+    not _tells_apart(), reason="this kernel does not tell processes by their pidfds"
+)
+def test_a_process_that_has_no_pid_here_is_remembered_once(
+    segment: Segment, socket: SegmentServer, sleeper: subprocess.Popen[bytes]
+) -> None:
+    writers = LiveWriters(lambda: (segment,))
+    open_before = len([*_FDS.iterdir()])
+    _remember_unseen(writers, socket, sleeper.pid, always=True, job="a")
+    for _ in range(100):
+        _remember_unseen(writers, socket, sleeper.pid, always=False, job="a")
+    assert len([*_FDS.iterdir()]) < open_before + 50
+    assert writers.state()["holders"] == [0]
     assert writers.state()["unguarded_by"] == [[0, "a"]]
+
+
+def test_where_the_kernel_tells_no_processes_apart_each_time_counts(
+    segment: Segment,
+    socket: SegmentServer,
+    sleeper: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Linux before 6.9, all of whose pidfds are one inode: nobody who lives is forgotten."""
+    writers = LiveWriters(lambda: (segment,))
+    monkeypatch.setattr(os, "fstat", lambda _: SimpleNamespace(st_dev=1, st_ino=2))
+    with _process() as other:
+        for pid in (sleeper.pid, other.pid):
+            _remember_unseen(writers, socket, pid, job="a")
+        monkeypatch.undo()
+        assert writers.state()["holders"] == [0, 0]
 
 
 def test_who_can_always_write_is_told(segment: Segment, socket: SegmentServer) -> None:
