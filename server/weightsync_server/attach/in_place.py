@@ -166,7 +166,8 @@ class InPlace:
         states = await session.states()
         if still_writing(states) and (why := await wait_let_go(session)):
             raise WeightSyncError(Reason.ENGINE_REFUSED, why)
-        self._unguarded = any(state.unguarded for state in states)
+        # A rank of an older release, which knows nobody, guards nothing.
+        self._unguarded = any(state.unguarded or state.holders is None for state in states)
 
     @contextlib.asynccontextmanager
     async def _block(self, session: EngineSession, base: PreparedVersion) -> AsyncIterator[None]:

@@ -21,7 +21,7 @@ from weightsync_server.attach.attachments import MOST_OFFERS, Attachment, Attach
 from weightsync_server.attach.in_place import InPlace
 from weightsync_server.attach.open_blocks import OpenBlocks
 from weightsync_server.engine.quarantine import QuarantinedLeases
-from weightsync_server.engine.worker_reports import RankState, read_state
+from weightsync_server.engine.worker_reports import RankState, read_report, read_state
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -408,6 +408,35 @@ async def test_a_transaction_in_memory_of_before_says_nothing_of_the_engine_that
         await transaction.run()
     assert caught.value.reason is Reason.ENGINE_AWAY
     assert not host.suspected
+
+
+@pytest.mark.parametrize("says", [{}, {"holders": [7], "unguarded": True}, {"holders": [7]}])
+async def test_what_anybody_could_write_before_a_block_is_compared(
+    host: _Host, says: dict[str, Any]
+) -> None:
+    """Ranks of older releases know nobody, and guard nothing."""
+    made: Any = InPlace
+    violated: list[str] = []
+    limits = SimpleNamespace(commit_timeout_s=1.0)
+    shared = SimpleNamespace(metrics=SimpleNamespace(violate=violated.append), limits=limits)
+    parts = SimpleNamespace(), shared, OpenBlocks(), None
+    transaction = made(host.all.engine("e"), *parts, None, None, None)
+    differs = {"ticket": "t", "phase": "ready", "proved": False, "mismatched": ["b"]}
+
+    async def states() -> list[RankState]:
+        return [read_state("0/0/0", {"ok": True, "content_digest": "d", "dirty": False} | says)]
+
+    async def verify(*_: object) -> list[Any]:
+        return [read_report("0/0/0", "t", differs)]
+
+    session: Any = SimpleNamespace(states=states, ranks=SimpleNamespace(verify=verify))
+    base: Any = SimpleNamespace(apply_id="a", record=SimpleNamespace(version=1))
+    await transaction._check_writers(session)
+    anybody = says != {"holders": [7]}
+    differ = pytest.raises(WeightSyncError, match="holds something else of b than version 1")
+    with differ if anybody else contextlib.nullcontext():
+        await transaction._check_base(session, base)
+    assert violated == (["never_mixed"] if anybody else [])
 
 
 async def test_where_a_rank_does_not_answer_nothing_is_handed_out(host: _Host) -> None:
