@@ -188,9 +188,13 @@ class LiveChecks:
             owed_times: `owed_times` when they were asked: what was written since may lie where they
                 had looked by then.
         """
-        holders = [report.holders for report in reports]
-        # Of a rank that tells none, as of older releases, only this server knows.
-        self.watched = any(holders) or (None in holders and bool(self.writers))
+        silent = [report for report in reports if report.holders is None]
+        # Of a rank that tells none, as of older releases, only this server knows; and one that
+        # came to no end has said nothing of who has its memory.
+        known = bool(self.writers) or (
+            self.watched and any(report.proved is None for report in silent)
+        )
+        self.watched = any(report.holders for report in reports) or (bool(silent) and known)
         if any(report.proved is False for report in reports):
             names = sorted({name for report in reports for name in report.mismatched})
             self._fail(current.record.version, names)

@@ -62,7 +62,8 @@ class Reconciler:
         patient: Whether it goes on doing so when that cannot be proved now.
 
     Attributes:
-        watched: Whether a process has the memory of a rank, by the ranks' word.
+        watched: Whether a process has the memory of a rank, by the ranks' word, or may have that
+            of one which did not say.
         checkpoint: Signature of the tensors of the engine's own checkpoint, which is read whenever
             the engine has started anew; empty: it was not read.
     """
@@ -141,7 +142,8 @@ class Reconciler:
         Raises:
             WeightSyncError: ENGINE_FENCED, naming it.
         """
-        self.watched = any(state.holders for state in states)
+        # Who does not answer may say it later: the next comparison asks again.
+        self.watched = any(state.holders or not state.answered for state in states)
         if not still_writing(states):
             return
         await self._session.engine.fence(still_writing(states))

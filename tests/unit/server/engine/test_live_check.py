@@ -408,3 +408,53 @@ async def test_of_ranks_of_older_releases_it_ends_with_those_that_are_attached(
     assert checks.watched
     checks.writers.clear()
     await until(lambda: not checks.watched, 20)
+
+
+async def test_a_rank_that_fails_to_compare_does_not_say_that_nobody_has_its_memory(
+    it: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this server has given nobody, one before it may have."""
+    monkeypatch.setattr(live_check, "CHECK_S", 0.01)
+    holders = [1]
+    monkeypatch.setattr(it.engine, "_writers", lambda: {"holders": holders})
+    it.keeper.suspect("the server was started anew")
+    await it.until(pb.ENGINE_STATE_FENCED)
+    await it.ready()
+    checks = it.keeper.checks
+    assert checks.watched
+    tell = it.engine._tell
+
+    def fail(page: str, report: Any) -> None:
+        tell(page, {"ticket": report["ticket"], "phase": "failed", "error": "out of memory"})
+
+    monkeypatch.setattr(it.engine, "_tell", fail)
+    monkeypatch.setattr(live_check, "CHECK_S", 60.0)
+    assert not (await it.verify()).verified
+    assert checks.watched
+    monkeypatch.setattr(it.engine, "_tell", tell)
+    holders.clear()
+    await until(lambda: not checks.watched, 20)
+
+
+async def test_a_rank_that_says_late_who_has_its_memory_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path / "segments.sock", ranks=2)
+    monkeypatch.setattr(engine.ranks[1], "_writers", lambda: {"holders": [1]})
+    silent = {"ok": False, "error": "out of memory"}
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+        it.keeper.checks.watched = False
+        asked: list[Any] = []
+
+        def late(replies: Any) -> Any:
+            asked.append(replies)
+            return replies if len(asked) > 1 else [replies[0], silent]
+
+        engine.after["state"] = late
+        it.keeper.suspect("the server was started anew")
+        await until(lambda: len(asked) > 1)
+        await it.ready()
+        assert it.keeper.checks.watched
