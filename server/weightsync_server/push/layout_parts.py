@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import check_shard
 from weightsync.model.manifest import ShardEntry
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PushLayout"]
 
+#: Of a push whose engines nobody could ask for so long no more is asked, seconds.
+_PATIENCE_S = 5.0
 #: Layouts with more tensors than this are worked on in a thread.
 _INLINE_TENSORS = 256
 
@@ -59,12 +62,15 @@ class PushLayout:
         self._tensors = 0
         self._names: set[str] = set()
         self._unchecked = False
+        # For how long engines were waited for in vain.
+        self._waited_s = 0.0
 
     def clear(self) -> None:
         """Let go of all shards, once nothing works on them."""
         self._state.shards = {}
         self._state.known = None
-        self._tensors, self._names, self._unchecked = 0, set(), False
+        self._tensors, self._names = 0, set()
+        self._unchecked, self._waited_s = False, 0.0
 
     def restart(self) -> None:
         """Let go of all shards; the same will be declared again."""
@@ -232,8 +238,12 @@ class PushLayout:
 
     async def _ask_engine(self, tensors: tuple[TensorEntry, ...], *, whole: bool) -> None:
         """Refuse a push whose tensors the engine does not take; label it where none tells."""
-        passed = await self._accepted.check(tensors)
-        self._unchecked |= not passed
+        if self._waited_s < _PATIENCE_S:
+            began = clock.monotonic()
+            if not await self._accepted.check(tensors):
+                # With dozens of shards each would wait for what has the engine, one by one.
+                self._waited_s += clock.monotonic() - began
+                self._unchecked = True
         if whole and not self._unchecked:
             await self._refuse_lacking()
         checks = pb.LAYOUT_CHECK_UNCHECKED if self._unchecked else pb.LAYOUT_CHECK_PASSED

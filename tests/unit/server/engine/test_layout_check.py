@@ -14,11 +14,15 @@ from weightsync.engine import EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.name_sets import pack
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import supervisor
+from weightsync_server.push import layout_parts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.unit.server.world import Shard
+    from weightsync.model.manifest import TensorEntry
 
 _UNCHECKED, _PASSED = pb.LAYOUT_CHECK_UNCHECKED, pb.LAYOUT_CHECK_PASSED
 
@@ -271,6 +275,49 @@ async def test_an_engine_that_cannot_be_asked_refuses_nothing(it: Plant) -> None
     it.engine.before["check"] = _failing
     await it.here.push([_only("a", "b")], 2)
     assert it.here.model.table.get(2).commit is not None
+
+
+async def test_a_push_waits_once_for_an_engine_that_something_else_has(
+    it: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_CHECK_S", 0.1)
+    monkeypatch.setattr(layout_parts, "_PATIENCE_S", 0.1)
+    asks = it.here.model.accepted.asks
+    asked: list[int] = []
+    takes = asks[it.keeper.name]
+
+    async def counted(found: Sequence[TensorEntry]) -> bool:
+        asked.append(len(found))
+        return await takes(found)
+
+    asks[it.keeper.name] = counted
+    odd = [make_shard(at, [(f"x{at}", "U8", (1,), b"x")]) for at in range(6)]
+    push = await _begun(it, shard_count=7)
+    async with it.keeper.exclusive():
+        for shard in odd:
+            await it.here.join(push, shard.layout())
+    assert asked == [1]
+    (status,) = it.here.pushes.status()
+    assert status.layout_check == _UNCHECKED
+
+
+async def test_an_engine_is_asked_about_each_shard_also_where_another_is_away(it: Plant) -> None:
+    asked: list[str] = []
+
+    async def there(found: Sequence[TensorEntry]) -> bool:
+        asked.extend(one.name for one in found)
+        return True
+
+    it.here.model.accepted.asks = {"gone": _gone, "there": there}
+    push = await _begun(it, shard_count=3)
+    for at in range(2):
+        shard = make_shard(at, [(f"x{at}", "U8", (1,), b"x")])
+        await it.here.join(push, shard.layout())
+    assert asked == ["x0", "x1"]
+
+
+async def _gone(_: Sequence[TensorEntry]) -> bool:
+    return False
 
 
 def _failing() -> None:
