@@ -23,6 +23,7 @@ from weightsync_client.trainer.synced_folder import sync_folder, sync_path
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Collection
 
     from weightsync_client.attach import Attached
     from weightsync_client.client import Client
@@ -46,6 +47,7 @@ def write_checkpoint(
     target: Path,
     owner: FolderOwner,
     stop: threading.Event,
+    others: Collection[str] = (),
 ) -> str:
     """Write a version; the folder appears whole, proved and durable, or not at all.
 
@@ -64,6 +66,7 @@ def write_checkpoint(
         target: The folder, which is not there.
         owner: Whose it is.
         stop: Set once nobody waits for it any more.
+        others: What other engines of this host have loaded, as `attached.checkpoint`: it stays.
 
     Raises:
         ClientError: It cannot be written, the version cannot be pulled, or it was stopped.
@@ -87,7 +90,7 @@ def write_checkpoint(
         _check(stop)
         work.rename(target)
         sync_path(target.parent)
-        _make_room(target, owner, attached)
+        _make_room(target, owner, {attached.checkpoint, *others})
         return missing
     except OSError as error:
         raise _unwritable(target, error) from error
@@ -130,9 +133,10 @@ def _check(stop: threading.Event) -> None:
         )
 
 
-def _make_room(target: Path, owner: FolderOwner, attached: Attached) -> None:
+def _make_room(target: Path, owner: FolderOwner, loaded: Collection[str]) -> None:
+    found = [folder for name in loaded if (folder := _local(name)) is not None]
     try:
-        remove_old(target.parent, owner, _local(attached.checkpoint))
+        remove_old(target.parent, owner, found)
     except OSError as error:
         # The new one is there and durable; the next one tries again.
         logger.warning("an old checkpoint below %s is not removed: %s", target.parent, error)

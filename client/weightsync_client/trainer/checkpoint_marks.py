@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 __all__ = ["MARK", "FolderOwner", "mark_folder", "remove_old", "remove_unfinished", "work_folder"]
 
@@ -79,25 +79,26 @@ def remove_unfinished(root: Path, owner: FolderOwner) -> None:
             _erase(folder)
 
 
-def remove_old(root: Path, owner: FolderOwner, loaded: Path | None) -> None:
+def remove_old(root: Path, owner: FolderOwner, loaded: Collection[Path]) -> None:
     """Remove the oldest of the folders beyond those that stay.
 
     Args:
         root: The folder of all of them.
         owner: Whose are removed.
-        loaded: What an engine has loaded, and loads when it starts again: it stays and counts for
-            nobody; None: not known.
+        loaded: What engines have loaded, and load when they start again: it stays and counts for
+            nobody.
 
     Raises:
         OSError: One cannot be removed.
     """
     if not owner.keep:
         return
+    in_use = {folder.resolve() for folder in loaded}
     ours = [
         (int(mark["made_ns"]), folder)
         for folder, mark in _marked(root, owner)
         if folder.name == mark["name"] and _files(folder) == mark["files"]
-        if loaded is None or folder.resolve() != loaded.resolve()
+        if folder.resolve() not in in_use
     ]
     for _, folder in sorted(ours)[: -owner.keep]:
         work = work_folder(folder)

@@ -168,8 +168,9 @@ def _write(
     client: Client, attached: Attached, request: dict[str, Any], stop: threading.Event
 ) -> dict[str, Any]:
     owner, target = FolderOwner(request["owner"], request["keep"]), Path(request["target"])
+    version, others = request["version"], request["loaded"]
     try:
-        missing = write_checkpoint(client, attached, request["version"], target, owner, stop)
+        missing = write_checkpoint(client, attached, version, target, owner, stop, others)
     except WeightSyncError as error:
         return _facts_of(error)
     return {"missing": missing}

@@ -29,6 +29,7 @@ class EngineCondition:
 
     Attributes:
         info: What the engine said at its last hello; None: it is away.
+        loaded: Name or path of the model of its last start that is known; "": none is.
         state: As GetStatus shows it.
         reason: Why; empty: it serves.
         refused: Why this start of the engine can never be served; empty: it can.
@@ -40,6 +41,7 @@ class EngineCondition:
         self._on_change = on_change
         self._fenced = False
         self.info: EngineInfo | None = None
+        self.loaded = ""
         self.state: pb.EngineState.ValueType = pb.ENGINE_STATE_AWAY
         self.reason = "not connected yet"
         self.refused = ""

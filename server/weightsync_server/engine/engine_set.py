@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: How often the folder is looked at, seconds.
 _LOOK_S = 0.5
+#: Engines that have left of which it is remembered what they had loaded; the newest.
+_GONE = 64
 
 
 class EngineSet:
@@ -63,6 +65,8 @@ class EngineSet:
         self._passed_over: set[str] = set()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
+        #: What engines that are not there have loaded, by name: they may come back.
+        self._gone: dict[str, str] = {}
 
     def add(self, applier: EngineApplier) -> None:
         """Take an engine up; `start` starts it."""
@@ -102,6 +106,13 @@ class EngineSet:
     def serving(self) -> bool:
         """Whether an engine serves one verified version."""
         return any(supervisor.serving for supervisor in self.supervisors)
+
+    @property
+    def loaded(self) -> frozenset[str] | None:
+        """Names and paths of what engines have loaded, and load again; None: one has not told."""
+        there = {one.supervisor.name: one.supervisor.loaded for one in self._appliers.values()}
+        known = self._gone | {name: loaded for name, loaded in there.items() if loaded}
+        return frozenset(known.values()) if there.keys() <= known.keys() else None
 
     @property
     def appliers(self) -> list[EngineApplier]:
@@ -179,6 +190,10 @@ class EngineSet:
             if self._on_left is not None:
                 await self._on_left(name)
         finally:
+            if loaded := self._appliers[name].supervisor.loaded:
+                self._gone.pop(name, None)
+                self._gone[name] = loaded
+                self._gone = dict([*self._gone.items()][-_GONE:])
             del self._appliers[name], self._leaving[name]
             self._found.discard(name)
 

@@ -170,6 +170,11 @@ class EngineSupervisor:
         return live.record if live is not None else None
 
     @property
+    def loaded(self) -> str:
+        """Name or path of what it has loaded, also while it is away; "": it has not told yet."""
+        return self._condition.loaded
+
+    @property
     def name(self) -> str:
         """Of the engine."""
         return self.journal.engine
@@ -392,7 +397,7 @@ class EngineSupervisor:
     async def _connect(self) -> None:
         self._forget()
         info = self._host.serving_time.check(self.name, await self._engine.hello())
-        self._condition.info = info
+        self._condition.info, self._condition.loaded = info, info.model
         self._model.segments.engines.add(self.name)
         tests = info.vllm_version == "none"
         kind = "the engine for tests" if tests else f"vLLM {info.vllm_version}"

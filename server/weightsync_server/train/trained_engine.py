@@ -65,6 +65,11 @@ class TrainedEngine:
             return 0
         return record.version if record.commit is not None and not record.in_place else 0
 
+    @property
+    def loaded(self) -> frozenset[str] | None:
+        """What the engines of this host have loaded, this one or not; None: one has not told."""
+        return self._engines.loaded
+
     async def wait_serving(self) -> None:
         """Return when it serves."""
         while self.away:  # noqa: ASYNC110 - engines come and go; nobody tells of each

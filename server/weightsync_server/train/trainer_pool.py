@@ -154,13 +154,15 @@ class TrainerPool(ProcessPool):
             if self._failed is not None:
                 raise unstartable(self._failed, _MOST_BACKOFF_S)
             raise away(self._ended or "it is being started")
-        options = self._options
+        options, loaded = self._options, self._engine.loaded
         request = {
             "op": "checkpoint",
             "version": version,
             "target": str(target),
             "owner": options.identity,
-            "keep": options.checkpoint_folders,
+            # What an engine needs to start again is not removed, whichever it is.
+            "keep": 0 if loaded is None else options.checkpoint_folders,
+            "loaded": sorted(loaded or ()),
         }
         left = asyncio.Event()
         writing = asyncio.ensure_future(process.call(request, (), _FOLDER_S, left))

@@ -20,7 +20,7 @@ from weightsync_client.trainer.checkpoint_files import write_checkpoint
 from weightsync_client.trainer.checkpoint_marks import MARK, FolderOwner, mark_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class _Client:
@@ -53,11 +53,13 @@ def _write(
     client: Any = None,
     owner: FolderOwner = FolderOwner("one", 2),  # noqa: B008 - it never changes
     stop: threading.Event | None = None,
+    others: Sequence[str] = (),
     **config: Any,
 ) -> str:
     attached: Any = SimpleNamespace(checkpoint=checkpoint, config=config)
     pulls: Any = client or _Client()
-    return write_checkpoint(pulls, attached, 7, target, owner, stop or threading.Event())
+    stop = stop or threading.Event()
+    return write_checkpoint(pulls, attached, 7, target, owner, stop, others)
 
 
 def _names(folder: Path) -> set[str]:
@@ -226,6 +228,16 @@ def test_what_an_engine_has_loaded_stays(source: Path, tmp_path: Path) -> None:
     _write(str(source), root / "d", owner=FolderOwner("one", 0))
     _write(str(root / "d"), root / "e")
     assert _names(root) == {"c", "d", "e"}
+
+
+def test_what_other_engines_of_the_host_have_loaded_stays(source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "made"
+    _write(str(source), root / "second")
+    _write(str(source), root / "third")
+    others = [str(root / "second"), str(root / "third"), "an/other-model"]
+    for name in ("a", "b", "c"):
+        _write(str(source), root / name, others=others)
+    assert _names(root) == {"second", "third", "b", "c"}
 
 
 def test_a_removal_that_was_cut_short_is_ended_by_the_next(source: Path, tmp_path: Path) -> None:

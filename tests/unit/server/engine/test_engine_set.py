@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,12 @@ class _Applier:
     def __init__(self, socket: Path) -> None:
         self.name = socket.name.removesuffix(".sock")
         self.supervisor = self
+        self.loaded = ""
 
     def start(self) -> None:
+        pass
+
+    async def leave(self) -> None:
         pass
 
 
@@ -49,4 +54,40 @@ async def test_a_socket_with_no_name_for_an_engine_is_told_once(
     os.mknod(folder / "copy of a.sock", stat.S_IFSOCK | 0o600)
     await known._look()
     assert len(caplog.records) == 2
+    journal.close()
+
+
+def _supervisors(known: EngineSet) -> list[Any]:
+    return [one.supervisor for one in known.appliers]
+
+
+def _loaded(known: EngineSet) -> Any:
+    return known.loaded
+
+
+async def test_what_engines_have_loaded_is_known_when_one_has_left_and_not_before_all_told(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "engines"
+    folder.mkdir()
+    for name in ("a.sock", "b.sock"):
+        os.mknod(folder / name, stat.S_IFSOCK | 0o600)
+    journal = JournalFile(tmp_path / "journal")
+    known = EngineSet(journal, folder, _make)
+    await known._look()
+    first, second = _supervisors(known)
+    first.loaded = "/made/first"
+    assert _loaded(known) is None
+    second.loaded = "/made/second"
+    assert _loaded(known) == {"/made/first", "/made/second"}
+    # It restarts, and will load the same again.
+    (folder / "b.sock").unlink()
+    await known._look()
+    await asyncio.gather(*known._leaving.values())
+    assert _loaded(known) == {"/made/first", "/made/second"}
+    os.mknod(folder / "b.sock", stat.S_IFSOCK | 0o600)
+    await known._look()
+    assert _loaded(known) == {"/made/first", "/made/second"}
+    _supervisors(known)[1].loaded = "/made/third"
+    assert _loaded(known) == {"/made/first", "/made/third"}
     journal.close()
