@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from weightsync_server.ops.tasks import in_thread
+from weightsync_server.ops.tasks import in_thread, to_end
 from weightsync_server.store.documents import read_document, write_document
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class RefusedContents:
         self.on_change: Callable[[Iterable[str]], None] = lambda _: None
         self._path: Path | None = None
         self._engines: dict[str, _Engine] = {}
+        self._turn = asyncio.Lock()
 
     def open(self, path: Path) -> None:
         """Read what was known, and write what will be there.
@@ -135,12 +137,19 @@ class RefusedContents:
 
     async def _changed(self, digests: Iterable[str]) -> None:
         self.on_change(digests)
-        if self._path is None:
-            return
-        kept = [(name, one) for name, one in self._engines.items() if one.contents][-_ENGINES:]
-        engines = {name: {"layout": one.layout, "contents": one.contents} for name, one in kept}
-        try:
-            await in_thread(write_document, self._path, {"engines": engines})
-        except OSError as error:
-            # The ranks refuse it again, if it comes to that.
-            logger.critical("what engines have refused is not written down: %s", error)
+        if self._path is not None:
+            # Also for who is cancelled while it waits for its turn.
+            await to_end(asyncio.ensure_future(self._write(self._path)))
+
+    async def _write(self, path: Path) -> None:
+        async with self._turn:
+            # As of now: what was written last is what counts.
+            kept = [(name, one) for name, one in self._engines.items() if one.contents][-_ENGINES:]
+            engines = {
+                name: {"layout": one.layout, "contents": dict(one.contents)} for name, one in kept
+            }
+            try:
+                await in_thread(write_document, path, {"engines": engines})
+            except OSError as error:
+                # The ranks refuse it again, if it comes to that.
+                logger.critical("what engines have refused is not written down: %s", error)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import copy
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,7 +13,9 @@ from tests.unit.server.engine.plant import ENGINE, Engine, Plant, checkpoint, pl
 from tests.unit.server.world import MODEL, make_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog import refused_contents
 from weightsync_server.catalog.refused_contents import RefusedContents
+from weightsync_server.store.documents import write_document
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -165,3 +170,37 @@ async def test_what_is_remembered_is_bounded_and_a_damaged_file_begins_anew(tmp_
     again = RefusedContents()
     again.open(tmp_path / "refused.json")
     assert not again.refused_by(["a"], "d69")
+
+
+async def test_what_two_engines_refuse_at_once_is_written_down_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, second = tmp_path / "refused.json", threading.Event()
+    writes: list[set[str]] = []
+
+    def slow(target: Path, document: dict[str, Any]) -> None:
+        engines = copy.deepcopy(document)
+        writes.append(set(engines["engines"]))
+        if len(writes) == 1:
+            # Longer than the next one takes, if that does not wait.
+            second.wait(0.5)
+        write_document(target, engines)
+        if len(writes) > 1:
+            second.set()
+
+    monkeypatch.setattr(refused_contents, "write_document", slow)
+    known = RefusedContents()
+    known.open(path)
+    first = asyncio.create_task(known.refuse("a", "0" * 32, "it does not fit"))
+    await until(lambda: len(writes) == 1)
+    cut = asyncio.create_task(known.refuse("b", "0" * 32, "nor there"))
+    await asyncio.sleep(0)
+    # Who waits for its turn is written all the same.
+    cut.cancel()
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await cut
+    again = RefusedContents()
+    again.open(path)
+    assert again.refused_by(["a"], "0" * 32)
+    assert again.refused_by(["b"], "0" * 32)
