@@ -127,8 +127,9 @@ class UpdateCommitter:
             ) as files:
                 if not files:
                     raise WeightSyncError(Reason.ENGINE_REFUSED, "the update holds no file")
-                return await self._model.adoption.receive(
-                    files, metadata, self._model.accepted, base
+                model = self._model
+                return await model.adoption.receive(
+                    files, metadata, model.accepted, base, model.engine_layouts
                 )
 
     def _base(self) -> VersionRecord:

@@ -8,22 +8,23 @@ import os
 from typing import TYPE_CHECKING, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.checkpoint_folder import read_layout
+from weightsync.model.checkpoint_folder import read_layout, shown
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.local_numbers import local_number
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.tasks import all_done, in_thread
-from weightsync_server.residency.kept_tensors import kept_files
+from weightsync_server.residency.kept_tensors import KeptTensors, kept_files
 from weightsync_server.residency.loading import load_shard
 from weightsync_server.store.damage import SHARD_DAMAGE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from weightsync.model.manifest import Manifest
+    from weightsync.model.manifest import Manifest, TensorEntry
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync_server.catalog.accepted_tensors import AcceptedTensors
     from weightsync_server.catalog.commits import CommitService
+    from weightsync_server.catalog.engine_layouts import EngineLayouts
     from weightsync_server.catalog.table import VersionTable
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.residency.orphans import OrphanReaper
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointAdoption", "OriginNumbers"]
 
+#: Tensors that a refusal names.
+_NAMED = 10
 _SLOT_WAIT_S = 60.0
 #: For a version that comes in under the checkpoint's number, most often with its content, seconds.
 _ARRIVAL_WAIT_S = 60.0
@@ -142,6 +145,7 @@ class CheckpointAdoption:
         metadata: dict[str, str],
         accepted: AcceptedTensors,
         base: VersionRecord | None = None,
+        layouts: EngineLayouts | None = None,
     ) -> VersionRecord:
         """Commit what a trainer has sent to the engine as the next version, whatever its content.
 
@@ -152,6 +156,7 @@ class CheckpointAdoption:
             metadata: Of the version.
             accepted: Refuses tensors that the engine does not take, before anything is committed.
             base: The version whose other tensors stay; None: the files have all of them.
+            layouts: Refuse a part that leaves out what an engine needs; None: nobody does.
 
         Raises:
             WeightSyncError: As `adopt`; ENGINE_REFUSED, EPOCH_STALE.
@@ -164,11 +169,13 @@ class CheckpointAdoption:
             )
         record = VersionRecord(self._table.name, 0, self._commits.epoch, metadata)
         async with (
-            self._with_kept(files, base) as whole,
-            self._arriving(record, whole, _UPDATE) as manifest,
+            self._with_kept(files, base) as kept,
+            self._arriving(record, [*files, *kept.files], _UPDATE) as manifest,
         ):
             if await accepted.check(manifest.layout.tensors):
                 record.layout_check = pb.LAYOUT_CHECK_PASSED
+            if kept.alike and layouts is not None:
+                await _check_alike(kept.alike, manifest.layout.tensors, layouts)
             record.version = self._table.next_version()
             await self._commit_new(record, manifest, adopted=False)
             return record
@@ -176,22 +183,22 @@ class CheckpointAdoption:
     @contextlib.asynccontextmanager
     async def _with_kept(
         self, files: Sequence[OfferedFile], base: VersionRecord | None
-    ) -> AsyncIterator[Sequence[OfferedFile]]:
-        """Give files and, in memory, the tensors of a version that they lack."""
+    ) -> AsyncIterator[KeptTensors]:
+        """Give, in memory, the tensors of a version that files lack."""
         if base is None:
-            yield files
+            yield KeptTensors([], frozenset())
             return
-        kept: list[OfferedFile] = []
+        made: list[KeptTensors] = []
         lease = await self._stager.lease(base, _SLOT_WAIT_S, for_engine=False, durable=False)
         try:
             with lease:
                 manifest = await self._commits.manifest(base)
                 segments = lease.segments
                 # Whoever cancels this waits for the thread, and what it has made is closed.
-                await in_thread(lambda: kept.extend(kept_files(files, manifest, segments)))
-            yield [*files, *kept]
+                await in_thread(lambda: made.append(kept_files(files, manifest, segments)))
+            yield made[0]
         finally:
-            for _, _, fd in kept:
+            for _, _, fd in (file for kept in made for file in kept.files):
                 os.close(fd)
 
     async def _number(self, record: VersionRecord, content: str) -> int:
@@ -292,6 +299,28 @@ class CheckpointAdoption:
                 writes.append(self._fetch.persist(segments[index], shard.size, target))
         await all_done(writes)
         await self._commits.commit(record, manifest, adopted=adopted)
+
+
+async def _check_alike(
+    alike: frozenset[str], tensors: Sequence[TensorEntry], layouts: EngineLayouts
+) -> None:
+    """Refuse a part without what it left out, where an engine has that one by one.
+
+    Nobody knows whether the trainer has it tied: what it was might be an old copy.
+    """
+    try:
+        await layouts.check_whole(tensors)
+    except WeightSyncError as error:
+        if error.reason is not Reason.ENGINE_REFUSED:
+            raise
+        names = ", ".join(shown(name) for name in sorted(alike)[:_NAMED])
+        more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
+        raise WeightSyncError(
+            error.reason,
+            f"send {names}{more} as well: what was bit for bit a matrix that comes is not kept as "
+            f"it was, and the engine needs it ({error.message})",
+            metadata=error.metadata,
+        ) from error
 
 
 def _taken(version: int) -> WeightSyncError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.checkpoint_folder import CheckpointFile, packed, read_layout, shown
@@ -15,12 +15,25 @@ if TYPE_CHECKING:
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync.shm.segments import Segment
 
-__all__ = ["kept_files"]
+__all__ = ["KeptTensors", "kept_files"]
+
+
+class KeptTensors(NamedTuple):
+    """What stays of a version.
+
+    Attributes:
+        files: The tensors that stay, in memory.
+        alike: Names of those that neither come nor stay, for each was the same matrix as one that
+            comes.
+    """
+
+    files: list[OfferedFile]
+    alike: frozenset[str]
 
 
 def kept_files(
     files: Sequence[OfferedFile], base: Manifest, segments: Sequence[Segment]
-) -> list[OfferedFile]:
+) -> KeptTensors:
     """Return the tensors of a version that files lack, in memory; the caller closes them.
 
     One that was the same matrix as a tensor that comes, as a tied head is that was written out, is
@@ -37,12 +50,13 @@ def kept_files(
     """
     layout = base.layout
     known = {tensor.name: tensor for tensor in layout.tensors}
-    left_out = {tensor.name for tensor in _checked(files, known)}
+    brought = {tensor.name for tensor in _checked(files, known)}
     pairs = list(zip(layout.tensors, base.digests, strict=True))
-    sent = {(t.dtype, t.shape, digest) for t, digest in pairs if t.name in left_out}
-    left_out |= {
+    sent = {(t.dtype, t.shape, digest) for t, digest in pairs if t.name in brought}
+    equal = {
         t.name for t, digest in pairs if len(t.shape) > 1 and (t.dtype, t.shape, digest) in sent
     }
+    left_out = brought | equal
     kept: list[OfferedFile] = []
     try:
         shards = zip(layout.shards, layout.by_shard, segments, strict=True)
@@ -58,7 +72,7 @@ def kept_files(
         for _, _, fd in kept:
             os.close(fd)
         raise
-    return kept
+    return KeptTensors(kept, frozenset(equal - brought))
 
 
 def _checked(files: Sequence[OfferedFile], known: dict[str, TensorEntry]) -> Sequence[TensorEntry]:

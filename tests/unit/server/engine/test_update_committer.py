@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.unit.server.engine import plant as plants
 from tests.unit.server.engine.plant import Plant, checkpoint, plant, tensors, until
 from weightsync.engine import WEIGHT_UPDATES, WaitingUpdate
 from weightsync.errors import Reason, WeightSyncError
@@ -101,8 +102,14 @@ def feed() -> _Feed:
 
 @pytest.fixture
 async def it(tmp_path: Path, feed: _Feed, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plant]:
+    async with _site(tmp_path, feed, monkeypatch) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def _site(folder: Path, feed: _Feed, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plant]:
     monkeypatch.setattr(update_committer, "_LOOK_S", 0.02)
-    async with plant(tmp_path) as made:
+    async with plant(folder) as made:
         made.engine._abilities.add(WEIGHT_UPDATES)
         await made.ready()
         parts = ModelParts.of(made.here.model)
@@ -194,6 +201,27 @@ async def test_a_partial_update_brings_what_the_base_has_and_as_it_has_it(
         assert version == 0
         assert "send all tensors, or those of the version that is served" in error
         assert it.engine.serves == 1
+
+
+async def test_a_matrix_that_a_part_lacks_for_it_was_equal_is_named(
+    tmp_path: Path, feed: _Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As of two that began with zeros, and that the engine has one by one.
+    one = tensors
+    monkeypatch.setitem(plants.KINDS, "d", plants.KINDS["b"])
+    monkeypatch.setattr(plants, "tensors", lambda seed: {**one(seed), "d": one(seed)["b"]})
+    async with _site(tmp_path, feed, monkeypatch) as it:
+        new = checkpoint(2)
+        version, error = await feed.update({"b": new["b"]}, partial=True)
+        assert version == 0
+        assert error.startswith('send "d" as well: ')
+        assert "d is missing" in error
+        assert [record.version for record in it.here.model.table.list()] == [1]
+        both = {"b": new["b"], "d": checkpoint(3)["d"]}
+        assert await feed.update(both, partial=True) == (2, "")
+        # What is equal no more is kept.
+        assert await feed.update({"b": checkpoint(4)["b"]}, partial=True) == (3, "")
+        assert it.engine.live["d"] == one(3)["b"]
 
 
 async def test_the_same_weights_once_more_are_another_version(it: Plant, feed: _Feed) -> None:

@@ -49,7 +49,7 @@ def _kept(
     data = save(dict(tensors))
     update: OfferedFile = ("update", len(data), _fd(data))
     try:
-        kept = kept_files([update], base[0], cast("Any", base[1]))
+        kept = kept_files([update], base[0], cast("Any", base[1])).files
     finally:
         os.close(update[2])
     found: dict[str, np.ndarray[Any, Any]] = {}

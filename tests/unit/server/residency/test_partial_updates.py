@@ -48,7 +48,7 @@ async def test_one_that_is_cancelled_gives_memory_back_once_nothing_reads_it(
         loop.call_soon_threadsafe(began.set)
         go.wait()
         kept = kept_files(*args)
-        made.extend(_inode(fd) for _, _, fd in kept)
+        made.extend(_inode(fd) for _, _, fd in kept.files)
         return kept
 
     monkeypatch.setattr(adoption, "kept_files", slow)
