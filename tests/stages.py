@@ -68,7 +68,7 @@ class Part:
     """
 
     paths: tuple[str, ...]
-    per_core: float = 1
+    per_core: int = 1
     but: tuple[str, ...] = ()
 
 
@@ -81,7 +81,7 @@ STAGES: dict[str, tuple[Part, ...]] = {
     "test-extensions": (Part(_EXTENSIONS), Part(("tests/extensions",), per_core=2)),
     "test-faults": (Part(("tests/faults", "tests/fuzz"), per_core=3),),
     "test-fleet": (Part((*_FLEETS, "tests/fleet"), per_core=3),),
-    "test-vllm": (Part(("tests/vllm",), per_core=1.5),),
+    "test-vllm": (Part(("tests/vllm",)),),
     "test-matrix": (
         Part(("tests/matrix", "tests/deploy"), per_core=3, but=_COMPUTING),
         Part(_COMPUTING),
@@ -126,7 +126,7 @@ def _run_part(stage: str, part: Part, chosen: list[str], options: list[str], see
             *("--durations-json", str(record), "-m", "not gpu and not battery and not alone"),
             *(
                 "-n",
-                str(int(cores * part.per_core)),
+                str(cores * part.per_core),
                 "--dist",
                 "loadfile",
                 "--no-loadscope-reorder",
