@@ -124,13 +124,7 @@ def _run_part(stage: str, part: Part, chosen: list[str], options: list[str], see
         [
             *(sys.executable, "-m", "pytest", "-p", "tests.support.durations"),
             *("--durations-json", str(record), "-m", "not gpu and not battery and not alone"),
-            *(
-                "-n",
-                str(cores * part.per_core),
-                "--dist",
-                "loadfile",
-                "--no-loadscope-reorder",
-            ),
+            *("-n", str(cores * part.per_core), "--dist", "loadfile", "--no-loadscope-reorder"),
             *(f"--ignore={path}" for path in part.but),
             *(paths or part.paths),
             *options,
