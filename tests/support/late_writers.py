@@ -74,7 +74,7 @@ def _after_a_block(attached: Attached) -> None:
 
 
 def _by_numpy(attached: Attached) -> None:
-    array = next(iter(attached.boxes.values()))[0].view.numpy()
+    array = next(iter(attached.boxes.values()))[0].view.view(torch.int8).numpy()
     _block(attached)
     array[:] = -1
 
