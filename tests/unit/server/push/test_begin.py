@@ -33,6 +33,21 @@ async def refused(here: World, reason: Reason, **fields: Any) -> WeightSyncError
     return caught.value
 
 
+def _delay_discard(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> tuple[asyncio.Event, asyncio.Event]:
+    """Have the store wait to forget a version; return what says that it was asked, and lets it."""
+    discard, asked, gone = here.model.store.discard, asyncio.Event(), asyncio.Event()
+
+    async def wait(model: str, version: int) -> None:
+        asked.set()
+        await gone.wait()
+        await discard(model, version)
+
+    monkeypatch.setattr(here.model.store, "discard", wait)
+    return asked, gone
+
+
 async def test_unknown_model_lists_the_configured_ones(here: World) -> None:
     error = await refused(here, Reason.MODEL_UNKNOWN, model="other")
     assert error.code is CODE.NOT_FOUND
@@ -96,15 +111,8 @@ async def test_numbers_only_rise(here: World) -> None:
 async def test_a_version_that_is_being_dropped_is_no_checkpoint_of_an_engine(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, store = await here.model.table.add_in_place("transaction"), here.model.store
-    discard, asked, gone = store.discard, asyncio.Event(), asyncio.Event()
-
-    async def wait(model: str, version: int) -> None:
-        asked.set()
-        await gone.wait()
-        await discard(model, version)
-
-    monkeypatch.setattr(store, "discard", wait)
+    record = await here.model.table.add_in_place("transaction")
+    asked, gone = _delay_discard(here, monkeypatch)
     error = WeightSyncError(Reason.APPLY_RESTORED, "the trainer was silent")
     dropping = asyncio.create_task(here.pushes.give_up(record, error))
     await asked.wait()
@@ -150,15 +158,8 @@ async def test_a_number_that_comes_free_is_not_refused_for_good(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await here.push(simple(1))
-    store, table = here.model.store, here.model.table
-    discard, asked, gone = store.discard, asyncio.Event(), asyncio.Event()
-
-    async def wait(model: str, version: int) -> None:
-        asked.set()
-        await gone.wait()
-        await discard(model, version)
-
-    monkeypatch.setattr(store, "discard", wait)
+    table = here.model.table
+    asked, gone = _delay_discard(here, monkeypatch)
     # As of an engine's checkpoint that could not be committed.
     record = VersionRecord(MODEL, table.next_version())
     table.add(record)
