@@ -7,12 +7,13 @@ import ctypes
 import mmap
 import os
 
-__all__ = ["HUGE", "Mapping", "advise"]
+__all__ = ["HUGE", "MAP_NORESERVE", "Mapping", "advise", "map_at", "reserve"]
 
 #: One huge page on x86-64.
 HUGE = 2 << 20
 
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -24,6 +25,38 @@ def advise(address: int, size: int, advice: int) -> int:
     """Call madvise(2) without the GIL; return 0 or the error number."""
     # Through ctypes, because mmap.madvise holds the GIL.
     return 0 if _libc.madvise(address, size, advice) == 0 else ctypes.get_errno()
+
+
+def reserve(size: int) -> tuple[mmap.mmap, int, int]:
+    """Take addresses for `size` bytes at which huge pages can lie; nothing is there yet.
+
+    Returns:
+        What has the addresses until it is closed, where in it the first byte is, and its address.
+
+    Raises:
+        OSError: There are not so many.
+    """
+    slack = HUGE if size >= HUGE else 0
+    # Python cannot map at a given address, so this takes a place that is large enough.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    place = mmap.mmap(-1, size + slack, flags=flags)
+    anchor = ctypes.c_char.from_buffer(place)
+    begin = ctypes.addressof(anchor)
+    # The traceback of a later error must not keep the mapping.
+    del anchor
+    offset = -begin % HUGE if slack else 0
+    return place, offset, begin + offset
+
+
+def map_at(address: int, size: int, prot: int, flags: int, fd: int) -> None:
+    """Put the first `size` bytes behind a descriptor at reserved addresses, by one call.
+
+    Raises:
+        OSError: It cannot be mapped; what was there is there still.
+    """
+    if _libc.mmap(address, size, prot, flags | _MAP_FIXED, fd, 0) != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 class Mapping:
@@ -42,23 +75,13 @@ class Mapping:
     """
 
     def __init__(self, fd: int, size: int) -> None:
-        slack = HUGE if size >= HUGE else 0
-        # Python cannot map at a given address, so this takes a place that is large enough, and the
-        # shared memory is put into it.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._place = mmap.mmap(-1, size + slack, flags=flags)
-        anchor = ctypes.c_char.from_buffer(self._place)
-        begin = ctypes.addressof(anchor)
-        # The traceback of an error must not keep the mapping.
-        del anchor
-        offset = -begin % HUGE if slack else 0
-        self.address = begin + offset
-        prot = mmap.PROT_READ | mmap.PROT_WRITE
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        if _libc.mmap(self.address, size, prot, flags, fd, 0) != self.address:
-            code = ctypes.get_errno()
+        self._place, offset, self.address = reserve(size)
+        try:
+            prot = mmap.PROT_READ | mmap.PROT_WRITE
+            map_at(self.address, size, prot, mmap.MAP_SHARED, fd)
+        except OSError:
             self._place.close()
-            raise OSError(code, os.strerror(code))
+            raise
         self.view = memoryview(self._place)[offset : offset + size]
 
     def keep_from_children(self) -> None:

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import mmap
-import os
 
-from weightsync.shm.huge_pages import HUGE
+from weightsync.shm.huge_pages import MAP_NORESERVE, advise, map_at, reserve
 
 __all__ = ["LiveMapping", "MemoryAccess"]
-
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_DONTFORK = 10
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class MemoryAccess(enum.Enum):
     """What this process may do there, as protection and flags of mmap(2)."""
 
-    NONE = (0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    NONE = (0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     """Nothing: whoever reads or writes there is ended by SIGSEGV. The memory is let go."""
     READ = (mmap.PROT_READ, mmap.MAP_SHARED)
     """Read what is live; whoever writes there is ended by SIGSEGV."""
     WRITE = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
     """Write what is live."""
-    COPY = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    COPY = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_NORESERVE)
     """Write a copy that nobody else sees."""
 
 
@@ -54,14 +44,8 @@ class LiveMapping:
     """
 
     def __init__(self, fd: int, size: int, access: MemoryAccess = MemoryAccess.READ) -> None:
-        slack = HUGE if size >= HUGE else 0
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._place = mmap.mmap(-1, size + slack, flags=flags)
-        anchor = ctypes.c_char.from_buffer(self._place)
-        begin = ctypes.addressof(anchor)
-        del anchor
-        offset = -begin % HUGE if slack else 0
-        self._address, self._size = begin + offset, size
+        self._place, offset, self._address = reserve(size)
+        self._size = size
         try:
             self.put(fd, access)
         except BaseException:
@@ -81,11 +65,8 @@ class LiveMapping:
         """
         prot, flags = access.value
         where = -1 if access is MemoryAccess.NONE else fd
-        at = _libc.mmap(self._address, self._size, prot, flags | _MAP_FIXED, where, 0)
-        if at != self._address:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        _libc.madvise(self._address, self._size, _MADV_DONTFORK)
+        map_at(self._address, self._size, prot, flags, where)
+        advise(self._address, self._size, mmap.MADV_DONTFORK)
 
     def close(self) -> None:
         """Let go of the memory; addresses that something views still are nobody's."""
