@@ -89,12 +89,6 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-@pytest.fixture(params=[1, 2])
-def engines(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
-    names = [f"e{number}" for number in range(request.param)]
-    return {name: Engine(tmp_path / "segments.sock") for name in names}
-
-
 async def test_nothing_is_served_before_the_member_has_spoken(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:

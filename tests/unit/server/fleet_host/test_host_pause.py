@@ -22,12 +22,6 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-@pytest.fixture(params=[1, 2])
-def engines(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
-    names = [f"e{number}" for number in range(request.param)]
-    return {name: Engine(tmp_path / "segments.sock") for name in names}
-
-
 @pytest.fixture
 async def it(tmp_path: Path, engines: dict[str, Engine]) -> AsyncIterator[Site]:
     async with site(tmp_path, engines) as made:

@@ -22,11 +22,6 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-@pytest.fixture(params=[1, 2])
-def engines(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
-    return {f"e{number}": Engine(tmp_path / "segments.sock") for number in range(request.param)}
-
-
 @pytest.fixture
 def specs(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> list[PauseSpec]:
     """What engines are asked to pause by."""

@@ -14,7 +14,7 @@ from weightsync.vllm.plan.load_watch import watch_loading
 from weightsync.vllm.twin.model_state import StateForm, state_of, weight_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 class Layer(torch.nn.Module):
@@ -149,14 +149,21 @@ def test_a_handle_of_one_process_is_refused_by_name(
     assert refused.value.names == ["handler.handler_tensor"]
 
 
-def test_numbers_are_what_there_was_when_loading_ended() -> None:
+def _watched_load() -> Callable[[], Any]:
+    """Return what loads models under the watch that vLLM's loaders get."""
+
     class Loader:
         def load_model(self) -> Any:
             return loaders.initialize_model()
 
     loaders = SimpleNamespace(initialize_model=model, BaseModelLoader=Loader)
     watch_loading(loaders)
-    live, second = Loader().load_model(), Loader().load_model()
+    return Loader().load_model
+
+
+def test_numbers_are_what_there_was_when_loading_ended() -> None:
+    load = _watched_load()
+    live, second = load(), load()
     live[0].table = {"theta": 5.0}
     before = state_of(live, PATHS).form
     # As kernels keep when they run first what they have made of the scales.
@@ -176,10 +183,4 @@ def test_numbers_that_no_attribute_holds_are_compared_by_value() -> None:
 
 
 def test_a_scale_that_loading_left_as_it_was_belongs_to_the_weights() -> None:
-    class Loader:
-        def load_model(self) -> Any:
-            return loaders.initialize_model()
-
-    loaders = SimpleNamespace(initialize_model=model, BaseModelLoader=Loader)
-    watch_loading(loaders)
-    assert "0.scale" in weight_paths(Loader().load_model())
+    assert "0.scale" in weight_paths(_watched_load()())
