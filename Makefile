@@ -61,9 +61,13 @@ generate: setup ## Write the stubs of protos/
 check-generated: setup ## Fail if the committed stubs are not those of protos/
 	$(PY) scripts/generate.py --check
 
-.PHONY: errors
-errors: setup ## Write docs/errors.md
-	$(PY) scripts/errors_page.py
+.PHONY: reference
+reference: setup ## Write the pages of docs/reference that the code knows: commands, settings, calls, errors
+	$(PY) scripts/reference_pages.py
+
+.PHONY: docs
+docs: setup ## Build the docs as a site in build/site; a broken link fails
+	$(PY) -m mkdocs build --strict
 
 .PHONY: format
 format: setup ## Format the code and the protos
@@ -181,6 +185,16 @@ gpu-bench: ## Measure PART on a host with GPUs, with FLAGS if given; one JSON li
 .PHONY: test-gpu
 test-gpu: # The tests that need a GPU, on such a host
 	PYTHONPATH="$(GPU_PATH)" $(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+.PHONY: release
+release: setup ## Build what an index would get into dist/: wheels for x86_64 and aarch64, sdist, SHA256SUMS
+	$(PY) -m pip install -q --disable-pip-version-check --constraint constraints.txt --group release
+	rm -rf dist
+	for machine in x86_64 aarch64; do \
+		WEIGHTSYNC_WHEEL_MACHINE=$$machine $(PY) -m hatchling build -t wheel -d dist || exit 1; \
+	done
+	$(PY) -m hatchling build -t sdist -d dist
+	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
 
 .PHONY: constraints
 constraints: ## Pin in constraints.txt what .venv holds now

@@ -18,8 +18,8 @@ from weightsync_client.rpc.channels import Link
 from weightsync_client.source.shards import Shard
 from weightsync_client.source.source import make_source
 from weightsync_client.transport import messages
-from weightsync_client.transport.digester import ShardDigester
-from weightsync_client.transport.stream import Messages, StreamConnection
+from weightsync_client.transport.grpc_transport import Messages, StreamConnection
+from weightsync_client.transport.messages import ShardDigester
 
 __all__ = ["main"]
 

@@ -12,11 +12,9 @@ import zstandard
 
 from benchmarks.delta_model import Model
 from weightsync.delta import Encoder, Item, apply_change, parse_shard
-from weightsync.delta.coding import Coding, Values
-from weightsync.delta.compression import pack
-from weightsync.delta.encoder import choose_coding
+from weightsync.delta.coding import Coding, Values, pack
+from weightsync.delta.encoder import choose_coding, spread
 from weightsync.delta.kernels import chosen
-from weightsync.delta.thread_map import spread
 from weightsync.model.digest import tensor_digest
 
 __all__ = ["Ours", "Pairs", "Xor"]

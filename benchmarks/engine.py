@@ -66,9 +66,9 @@ def start_engine(model: str, dtype: str, requests: int, extension: str = "") -> 
 @contextlib.asynccontextmanager
 async def bridge(llm: Any) -> AsyncIterator[None]:
     """Serve the bridge from this process, as vLLM's API server does, until the block ends."""
-    from weightsync.vllm.endpoint import Bridge
+    from weightsync.vllm.endpoint import BridgePlugin
 
-    served = Bridge()
+    served = BridgePlugin()
     await served.init_state(llm, None, SimpleNamespace(api_server_count=1))
     try:
         yield

@@ -39,7 +39,7 @@ from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.testing import MemoryEngine
 from weightsync.vllm.bridge.engine_servicer import EngineServicer
 from weightsync_client import Client, EngineState
-from weightsync_server.engine.journal_file import HOST, Entry, JournalFile
+from weightsync_server.engine.journal import HOST, Entry, JournalFile
 
 __all__ = ["main", "shared_memory"]
 

@@ -55,7 +55,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -70,15 +69,22 @@ from benchmarks.crowd import crowd_samples
 from benchmarks.durable import filesystem, write_shards
 from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.handing import limit_of, plain_copy
-from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
+from benchmarks.servers import (
+    SAMPLE_S,
+    descendants,
+    free_port,
+    peak_memory,
+    process,
+    rss_anon,
+    weightsync_server,
+)
 from benchmarks.source import Source
 from benchmarks.stock import StockClient, stock_client
-from weightsync_client import Client, Durability, PushOptions, Residency, Way
+from weightsync_client import Client, Durability, PushOptions, Residency, TransferPath
 
 __all__ = ["floor_client", "main"]
 
 _CHUNK_BYTES = 1 << 20
-_SAMPLE_S = 0.05
 #: Of a push on the server's host.
 _THREADS = 2
 #: Rounds that warm connections, slots and the floor's buffer and are not counted.
@@ -181,7 +187,7 @@ def _same_host(address: str, source: Source, rounds: int) -> dict[str, list[floa
         with Client(address) as client, limit_of(source, _THREADS) as move:
             ways: dict[str, Callable[[], float]] = {
                 "tensor_copy": partial(_speed, len(source.view), plain_copy(source)),
-                "same_host": partial(_ours, client, source, Way.SAME_HOST),
+                "same_host": partial(_ours, client, source, TransferPath.SAME_HOST),
                 "same_host_limit": partial(_speed, len(source.view), move),
             }
             speeds = _alternate(ways, source, rounds)
@@ -272,10 +278,10 @@ def _floor_target(server: subprocess.Popen[bytes], address: str) -> str:
     return address if address.startswith("unix:") else f"127.0.0.1:{port}"
 
 
-def _ours(client: Client, source: Source, way: Way = Way.STREAM) -> float:
+def _ours(client: Client, source: Source, way: TransferPath = TransferPath.STREAM) -> float:
     """Push everything once, in the given way, and return GB/s."""
     options: PushOptions = {"delta": "never"}
-    if way is Way.STREAM:
+    if way is TransferPath.STREAM:
         # As many messages as the bare stream sends.
         options |= {"same_host": "never", "shard_bytes": source.shard_bytes}
     started = time.perf_counter()
@@ -325,7 +331,7 @@ def _report_memory(folder: Path, *, as_json: bool) -> int:
         growth[versions] = _memory_growth(folder / str(versions), total, versions)
     facts = {f"rss_anon_growth_mb_{n}_versions": round(size / 1e6, 1) for n, size in growth.items()}
     bound = {"wanted_at_most_mb": _MEMORY_MB, "met": max(facts.values()) <= _MEMORY_MB}
-    parameters = {"bytes": total, "chunk_bytes": _CHUNK_BYTES, "sampled_every_s": _SAMPLE_S}
+    parameters = {"bytes": total, "chunk_bytes": _CHUNK_BYTES, "sampled_every_s": SAMPLE_S}
     report.emit("push_memory", parameters, {}, facts | bound, as_json=as_json)
     return int(not bound["met"])
 
@@ -337,7 +343,7 @@ def _memory_growth(folder: Path, total: int, versions: int) -> int:
     source = Source(1 << 30, 16)
     with weightsync_server(folder, [address]) as server, Client(address) as client:
         idle = rss_anon(descendants(server.pid))
-        with _peak(server.pid) as peak:
+        with peak_memory(server.pid) as peak:
             for _ in range(versions):
                 source.change()
                 pushed = client.push(
@@ -352,23 +358,6 @@ def _repeated(source: Source, size: int) -> Iterator[tuple[str, npt.NDArray[np.u
     for copy in range(size >> 30):
         for name, tensor in source.tensors.items():
             yield f"copy{copy}.{name}", tensor
-
-
-@contextlib.contextmanager
-def _peak(pid: int) -> Iterator[list[int]]:
-    peak, stop = [0], threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(_SAMPLE_S):
-            peak[0] = max(peak[0], rss_anon(descendants(pid)))
-
-    thread = threading.Thread(target=watch, name="rss")
-    thread.start()
-    try:
-        yield peak
-    finally:
-        stop.set()
-        thread.join()
 
 
 if __name__ == "__main__":

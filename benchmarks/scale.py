@@ -9,6 +9,11 @@ cost_<n>_tensors       the same over the seconds of the copy
 microseconds_per_tensor
                        how much longer the push with the most tensors takes than that with the
                        fewest, per tensor that it has more; wanted at most 50
+adopt_s_<n>_tensors    seconds in which a server takes over an engine whose checkpoint has so many
+                       tensors, of as many bytes: until it serves that, proved, as version 1
+adopt_microseconds_per_tensor, kib_per_tensor
+                       the same of these seconds, and of the memory of its own that the server has
+                       at most while it adopts the checkpoint and takes the first push
 
 Every figure is the median of its rounds. In each round every version is pushed once, a copy before
 each, and every byte changes between two pushes. A version of each kind has a server of its own,
@@ -30,9 +35,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import save_file
 
 from benchmarks import report
-from benchmarks.servers import free_port, weightsync_server
+from benchmarks.servers import free_port, peak_memory, weightsync_server
 from weightsync_client import Client, Residency
 
 __all__ = ["Kind", "figures", "main", "split"]
@@ -88,7 +94,16 @@ def main() -> None:
         "shard_bytes": _SHARD_BYTES,
         "store": "memory://" if options.store is None else "local",
     }
+    taken: dict[str, list[float]] = {}
+    memory: dict[str, list[float]] = {}
+    for kind in (by_count[0], by_count[-1]):
+        for _ in range(options.rounds):
+            seconds_taken, kib = _adopt(kind, words)
+            taken.setdefault(kind.name, []).append(seconds_taken)
+            memory.setdefault(kind.name, []).append(kib)
     samples = {f"push_s_{name}": values for name, values in seconds.items()}
+    samples |= {f"adopt_s_{name}": values for name, values in taken.items()}
+    samples |= {f"adopt_kib_{name}": values for name, values in memory.items()}
     samples |= {
         f"cost_{name}": [push / copy for push, copy in zip(values, copies[name], strict=True)]
         for name, values in seconds.items()
@@ -103,13 +118,16 @@ def figures(
     """Return what the medians of all versions come to."""
     costs = [report.median(samples[f"cost_{kind.name}"]) for kind in by_size]
     few, many = by_count[0], by_count[-1]
-    more = statistics.median(samples[f"push_s_{many.name}"]) - statistics.median(
-        samples[f"push_s_{few.name}"]
-    )
-    per_tensor = more / (many.tensors - few.tensors) * 1e6
+
+    def per_tensor(of: str) -> float:
+        medians = [statistics.median(samples[f"{of}_{kind.name}"]) for kind in (few, many)]
+        return (medians[1] - medians[0]) / (many.tensors - few.tensors)
+
     return {
         "flat": round(max(costs) / min(costs), 3),
-        "microseconds_per_tensor": round(per_tensor, 2),
+        "microseconds_per_tensor": round(per_tensor("push_s") * 1e6, 2),
+        "adopt_microseconds_per_tensor": round(per_tensor("adopt_s") * 1e6, 2),
+        "kib_per_tensor": round(per_tensor("adopt_kib"), 2),
     }
 
 
@@ -183,6 +201,24 @@ def _push(client: Client, tensors: _Tensors) -> float:
     assert version.residency == Residency.STAGED, version
     assert version.tensor_count == len(tensors), version
     return taken
+
+
+def _adopt(kind: Kind, words: _Words) -> tuple[float, float]:
+    """Return the seconds until a checkpoint is served, and the most KiB of memory for that."""
+    tensors = split(words, kind)
+    with tempfile.TemporaryDirectory(prefix="ws-bench-") as name:
+        folder = Path(name)
+        model = folder / "model.safetensors"
+        save_file(tensors, model)
+        address = f"127.0.0.1:{free_port()}"
+        started = time.perf_counter()
+        running = weightsync_server(folder, [address], "--model", str(model), engine="memory")
+        with running as server, Client(address) as client, peak_memory(server.pid) as peak:
+            while not client.status().models[0].live_version:
+                time.sleep(0.02)
+            taken = time.perf_counter() - started
+            _push(client, tensors)
+            return taken, peak[0] / 1024
 
 
 if __name__ == "__main__":

@@ -8,16 +8,27 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weightsync_client import Client, ClientError
 
-__all__ = ["descendants", "free_port", "process", "rss_anon", "weightsync_server"]
+__all__ = [
+    "SAMPLE_S",
+    "descendants",
+    "free_port",
+    "peak_memory",
+    "process",
+    "rss_anon",
+    "weightsync_server",
+]
 
 _START_S = 60.0
 _STOP_S = 30.0
+#: Between two looks at the memory of a process.
+SAMPLE_S = 0.05
 
 
 def free_port(run: int = 1) -> int:
@@ -144,3 +155,23 @@ def rss_anon(pids: list[int]) -> int:
                 if line.startswith("RssAnon:"):
                     total += int(line.split()[1]) << 10
     return total
+
+
+@contextlib.contextmanager
+def peak_memory(pid: int) -> Iterator[list[int]]:
+    """Yield what becomes the most bytes of memory of their own of a process and its children."""
+    peak, stop = [0], threading.Event()
+
+    def watch() -> None:
+        while True:
+            peak[0] = max(peak[0], rss_anon(descendants(pid)))
+            if stop.wait(SAMPLE_S):
+                return
+
+    thread = threading.Thread(target=watch, name="rss")
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()

@@ -60,7 +60,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import report
 from benchmarks.servers import rss_anon, weightsync_server
-from weightsync_client import Client, PushKind, PushResult, Way
+from weightsync_client import Client, PushKind, PushResult, TransferPath
 
 __all__ = ["main"]
 
@@ -313,7 +313,7 @@ class _Trainer:
         results: list[PushResult | None] = [None] * _RANKS
         dist.all_gather_object(results, result)
         pushed = [one for one in results if one is not None]
-        assert {one.way for one in pushed if one.sent_bytes} == {Way.SAME_HOST}, pushed
+        assert {one.way for one in pushed if one.sent_bytes} == {TransferPath.SAME_HOST}, pushed
         assert sum(one.sent_bytes for one in pushed) >= self._nbytes, pushed
         return seconds, pushed
 

@@ -48,8 +48,8 @@ sim_delta15_1000_barrier_p99_wanted_s, met
                        the bound of a 1 % delta of 15 GB on 1,000 hosts, and whether it is kept
 
 Payloads: delta15 and delta140 (1 % of the values of 15 and 140 GB), full15 and full140. Stores: s3
-where none is named, own, origin. docs/scale.md has the tables (--table), every constant with its
-source (--constants), what is left out and where it stops being true.
+where none is named, own, origin. docs/explain/fleet-scale.md has the tables (--table), each
+constant with its source (--constants), what is left out and where it stops being true.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--decisions", type=int, default=200, help="barriers (default 200)")
     parser.add_argument("--simulate", type=_sizes, metavar="HOSTS", help="such as 10,100,1000")
     parser.add_argument("--seeds", type=int, default=100, help="of each line (default 100)")
-    parser.add_argument("--table", action="store_true", help="print the table of docs/scale.md")
+    parser.add_argument("--table", action="store_true", help="print the table of the page on scale")
     parser.add_argument("--constants", action="store_true", help="print the constants' table")
     options = parser.parse_args()
     if options.constants:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from weightsync_server import cli
+from weightsync_server.decide import FleetVersion
 from weightsync_server.fleet.fleet_member import FleetMember
-from weightsync_server.fleet.fleet_plan import FleetVersion
-from weightsync_server.fleet.member_steps import MemberState, Mode
+from weightsync_server.fleet.member_steps import HostMode, MemberState
 from weightsync_server.fleet_host import fleet_service
-from weightsync_server.fleet_host.fleet_host import FleetHost
+from weightsync_server.fleet_host.fleet_host import LocalHost
 
 __all__ = ["CLOCK", "main"]
 
@@ -51,7 +51,7 @@ class ClockedMember(FleetMember):
             version = newest.plan.target.number
             if newest.outcome is not None:
                 self._once("read", version)
-            elif state.mode is Mode.PAUSED:
+            elif state.mode is HostMode.PAUSED:
                 self._once("ready", version)
         return state
 
@@ -61,18 +61,18 @@ class ClockedMember(FleetMember):
             _note(what, version)
 
 
-class ClockedHost(FleetHost):
+class ClockedHost(LocalHost):
     """A host that notes when it serves what was decided."""
 
     async def commit(self, target: FleetVersion) -> None:
-        """As `HostApply` says."""
+        """As `HostParticipant` says."""
         await super().commit(target)
         _note("live", target.number)
 
 
 def main() -> None:
     """Be the server."""
-    for name, clocked in {"FleetMember": ClockedMember, "FleetHost": ClockedHost}.items():
+    for name, clocked in {"FleetMember": ClockedMember, "LocalHost": ClockedHost}.items():
         setattr(fleet_service, name, clocked)
     cli.main()
 

@@ -19,7 +19,7 @@ from benchmarks.fleet.pushing_trainer import change, make_tensors, save_model
 from benchmarks.servers import weightsync_server
 from tests.support.etcd import Etcd
 from weightsync_client import Client
-from weightsync_server.register import open_register
+from weightsync_server.coordination import open_register
 
 __all__ = ["decisions", "until_members"]
 

@@ -1,4 +1,4 @@
-"""What many seeds of a scenario come to, and the tables of docs/scale.md."""
+"""What many seeds of a scenario come to, and the tables of docs/explain/fleet-scale.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The kinds of models that the GPU tests and benchmarks serve, and how vLLM is started for each.
 
-docs/models.md has a row for each of them.
+docs/reference/models.md has a row for each of them.
 """
 
 from __future__ import annotations
