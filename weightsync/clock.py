@@ -1,16 +1,12 @@
-"""The one place at which time is read wherever it decides something.
+"""The one place at which time is read wherever it decides something, so that tests can replace it.
 
-So that a test that puts another function in the place of one of these lets an hour pass, or sets
-the wall clock back. They are called as `clock.monotonic()`, never imported by name. Two kinds of
-time are read elsewhere: how long something took, by `time.perf_counter`, and the timeouts of
-asyncio, by the event loop's own clock, which is as monotonic.
+It is called as `clock.monotonic()`, never imported by name. How long something took is told by
+`time.perf_counter`, and asyncio's timeouts by the event loop's own clock, which is as monotonic.
 """
 
 from __future__ import annotations
 
 import time
-
-__all__ = ["boottime", "monotonic", "wall", "wall_ns"]
 
 
 def monotonic() -> float:
@@ -19,9 +15,9 @@ def monotonic() -> float:
 
 
 def boottime() -> float:
-    """Return seconds that only rise, also while this whole host is suspended.
+    """Return seconds that only rise, also while this host is suspended.
 
-    For what others count, who are not: a lease has ended there, whatever stood still here.
+    Leases that others count go on meanwhile.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 

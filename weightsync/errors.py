@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import grpc
 
 __all__ = ["EXPLANATIONS", "STATUS", "Explanation", "Reason", "WeightSyncError"]
@@ -74,7 +73,7 @@ class Reason(enum.StrEnum):
 
 
 class Explanation(NamedTuple):
-    """What a reason means to whoever gets it.
+    """What a reason means to the caller who gets it.
 
     Attributes:
         status: Name of its grpc.StatusCode; a name, because fetchers and workers raise these errors
@@ -88,61 +87,61 @@ class Explanation(NamedTuple):
     remedy: str
 
 
-#: The one table of reasons, of which docs/errors.md is made; a test proves that it is total.
+#: The one table of reasons, of which docs/reference/errors.md is made; a test checks it is total.
 EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
     {
         Reason.REQUEST_INVALID: Explanation(
             "INVALID_ARGUMENT",
-            "The request, a setting or a file is wrong in itself, whatever the server's state.",
-            "Correct what the sentence names, then call again.",
+            "The request, a setting or a file is invalid, whatever the server's state.",
+            "Correct what the message names, then call again.",
         ),
         Reason.LAYOUT_INVALID: Explanation(
             "INVALID_ARGUMENT",
-            "Names, dtypes, shapes or places of tensors are not those of well-formed "
-            "safetensors shards, or differ from what was declared.",
+            "Names, dtypes, shapes or offsets of tensors are not valid in safetensors shards, or "
+            "differ from what was declared.",
             "Correct the layout and push the version again.",
         ),
         Reason.SHARD_INVALID: Explanation(
             "INVALID_ARGUMENT",
-            "The bytes of a shard are not what its layout or its delta says.",
-            "Send what was declared: push the version again, a delta as a full push.",
+            "The bytes of a shard do not match its layout or its delta.",
+            "Send what was declared: push the version again, and a delta as a full push.",
         ),
         Reason.DIGEST_MISMATCH: Explanation(
             "INVALID_ARGUMENT",
-            "Bytes arrived with another digest than the trainer computed.",
-            "Push the version again; if it stays so, the tensors changed while they were sent.",
+            "The received bytes do not have the digest that the trainer computed.",
+            "Push the version again; if this repeats, the tensors change while they are sent.",
         ),
         Reason.DATA_CORRUPT: Explanation(
             "DATA_LOSS",
-            "Bytes that were stored, staged or received no longer have their digest, or "
-            "cannot be read.",
-            "Push the version again or restore the file; if it comes back, check memory, "
-            "disk or GPU.",
+            "Bytes that were stored, staged or received no longer match their digest, or cannot "
+            "be read.",
+            "Push the version again or restore the file; if this repeats, check memory, disk or "
+            "GPU.",
         ),
         Reason.MODEL_UNKNOWN: Explanation(
             "NOT_FOUND",
-            "The server does not serve a model of this name.",
-            "Use the name that the sentence gives.",
+            "The server has no model of this name.",
+            "Use a name that the message lists.",
         ),
         Reason.VERSION_UNKNOWN: Explanation(
             "NOT_FOUND",
-            "There is no such version, none that could be chosen, or none with that content.",
-            "Choose one of ListVersions, or push it.",
+            "This version does not exist, no version can be chosen, or none has that content.",
+            "Choose a version from ListVersions, or push it.",
         ),
         Reason.PUSH_UNKNOWN: Explanation(
             "NOT_FOUND",
             "No open or recently ended push has this id.",
-            "See in ListVersions whether it is committed, else begin it again.",
+            "If ListVersions does not show it as committed, begin it again.",
         ),
         Reason.SERVICE_UNKNOWN: Explanation(
             "NOT_FOUND",
-            "The standard health service does not know a service of this name.",
+            "The standard health service has no service of this name.",
             "Ask about `push`, `serving` or the empty name.",
         ),
         Reason.VERSION_CONFLICT: Explanation(
             "ALREADY_EXISTS",
-            "The version, or the idempotency key, stands for something else already.",
-            "Push it as a higher version or as 0; use a key for one push only.",
+            "The version number or idempotency key is already used for something else.",
+            "Push it with a higher number or 0; use a key for one push only.",
         ),
         Reason.VERSION_NOT_ABOVE: Explanation(
             "FAILED_PRECONDITION",
@@ -152,81 +151,84 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
         Reason.VERSION_JUMP: Explanation(
             "OUT_OF_RANGE",
             "The version is further above the newest than `max_version_jump` allows.",
-            "Choose a lower one, or raise the setting.",
+            "Choose a lower number, or raise the setting.",
         ),
         Reason.VERSION_IN_USE: Explanation(
             "FAILED_PRECONDITION",
-            "The version is live, staged for an apply, pinned, or the base of another one.",
-            "Do what the sentence says first, such as unpin it or apply another version.",
+            "The version is live, staged for an apply, pinned, or the base of another version.",
+            "Do what the message says first, such as unpin it or apply another version.",
         ),
         Reason.VERSION_REJECTED: Explanation(
             "FAILED_PRECONDITION",
-            "The version was rejected by a rollback or by the engine.",
+            "A rollback or the engine rejected the version.",
             "Apply another version, or set `clear_rejected`.",
         ),
         Reason.VERSION_BELOW_LIVE: Explanation(
             "FAILED_PRECONDITION",
-            "An apply only goes up.",
+            "An apply cannot go below the live version.",
             "Call Rollback, or push the weights as a new version.",
         ),
         Reason.VERSION_NOT_DURABLE: Explanation(
             "FAILED_PRECONDITION",
-            "Kept for a version that is not durable; this release says PUSH_INCOMPLETE of it.",
+            "Reserved for a version that is not durable; this release reports PUSH_INCOMPLETE.",
             "Commit its push first.",
         ),
         Reason.NO_ROLLBACK: Explanation(
             "FAILED_PRECONDITION",
-            "No earlier verified version is known.",
+            "There is no earlier verified version.",
             "Push the wanted weights as a new version.",
         ),
         Reason.EPOCH_STALE: Explanation(
             "FAILED_PRECONDITION",
-            "Another process has become the writer since, or pushes under an epoch that it took.",
-            "Stop this writer, or call AcquireEpoch if it shall take over.",
+            "Another process has become the writer since, or pushes under an epoch that it "
+            "acquired.",
+            "Stop this writer, or call AcquireEpoch if it should take over.",
         ),
         Reason.BASE_MISMATCH: Explanation(
             "FAILED_PRECONDITION",
-            "The base of a delta is not what the server has; the metadata tells what it has.",
+            "The base of the delta is not the version that the server has; the metadata gives "
+            "that.",
             "Push the version in full; our client does so by itself.",
         ),
         Reason.PUSH_INCOMPLETE: Explanation(
             "FAILED_PRECONDITION",
             "Shards, bytes or digests of the version are missing, or it is not committed.",
-            "Send what the sentence lists, then commit.",
+            "Send what the message lists, then commit.",
         ),
         Reason.OFFSET_MISMATCH: Explanation(
             "ABORTED",
-            "A chunk begins beyond what has arrived, or bytes are here already.",
-            "Go on from `received_bytes`, which the metadata and GetPush tell.",
+            "A chunk begins beyond the bytes received, or its bytes are already here.",
+            "Resume from `received_bytes`, in the metadata and from GetPush.",
         ),
         Reason.SHARD_BUSY: Explanation(
             "ABORTED",
-            "Somebody else is sending, copying or still able to write this shard.",
-            "Send another shard, or wait until that one has ended.",
+            "Another stream or process is sending, copying or able to write this shard.",
+            "Send another shard, or wait until that one is done.",
         ),
         Reason.WRITER_LEFT: Explanation(
             "FAILED_PRECONDITION",
-            "A trainer on this host told a shard as written and can still write into its memory.",
-            "Close every descriptor and mapping first, and push the version again.",
+            "A trainer on this host reported a shard as written, but can still write into its "
+            "memory.",
+            "Close every descriptor and mapping first, then push the version again.",
         ),
         Reason.PUSH_ABORTED: Explanation(
             "ABORTED",
-            "The push was aborted, dropped or overtaken by another one.",
+            "The push was aborted, dropped or superseded by another push.",
             "Begin it again.",
         ),
         Reason.SERVER_FOLLOWS: Explanation(
             "FAILED_PRECONDITION",
-            "The server follows another one, and takes versions from there alone.",
-            "Push to the origin that the sentence names.",
+            "This server follows an origin, and takes versions only from there.",
+            "Push to the origin that the message names.",
         ),
         Reason.NO_SLOT: Explanation(
             "RESOURCE_EXHAUSTED",
-            "No slot for the bytes of a version came free in time.",
-            "Try again after `retry_after`; abort open pushes, unpin versions, or raise `slots`.",
+            "No slot for the bytes of a version became free in time.",
+            "Retry after `retry_after`; abort open pushes, unpin versions, or raise `slots`.",
         ),
         Reason.MEMORY_EXHAUSTED: Explanation(
             "RESOURCE_EXHAUSTED",
-            "Shared or host memory, or its budget, is used up.",
+            "Shared or host memory, or its limit, is used up.",
             "Free memory, raise `memory_bytes`, lower `slots`, or delete or unpin versions.",
         ),
         Reason.DISK_EXHAUSTED: Explanation(
@@ -236,44 +238,45 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
         ),
         Reason.LIMIT_EXCEEDED: Explanation(
             "RESOURCE_EXHAUSTED",
-            "More calls, streams or pushes than are allowed at once, or a message that is "
-            "too large.",
-            "Come again after `retry_after`, send smaller messages, or raise the limit that "
-            "is named.",
+            "There are more calls, streams or pushes than allowed at once, or a message is too "
+            "large.",
+            "Retry after `retry_after`, send smaller messages, or raise the limit that the "
+            "message names.",
         ),
         Reason.ENGINE_AWAY: Explanation(
             "UNAVAILABLE",
-            "vLLM does not answer, is not ready, or left in the middle of an apply.",
-            "Start it with VLLM_PLUGINS=weightsync, look at GetStatus, then apply again.",
+            "vLLM does not answer, is not ready, or exited during an apply.",
+            "Start it with VLLM_PLUGINS=weightsync, check GetStatus, then apply again.",
         ),
         Reason.ENGINE_FENCED: Explanation(
             "FAILED_PRECONDITION",
-            "The engine is kept from serving: its weights are not known to be one whole version.",
-            "Wait for the server's next try, or restart vLLM; it comes back with the live version.",
+            "The engine is blocked from serving: its weights are not known to be one whole "
+            "version.",
+            "Wait for the server's next try, or restart vLLM; it then gets the live version.",
         ),
         Reason.ENGINE_UNSUPPORTED: Explanation(
             "FAILED_PRECONDITION",
             "This engine, its model or its configuration cannot be updated in place.",
-            "Change what the sentence names, then restart vLLM.",
+            "Change what the message names, then restart vLLM.",
         ),
         Reason.ENGINE_REFUSED: Explanation(
             "FAILED_PRECONDITION",
-            "The engine or one of its ranks refused; it serves what it served before.",
-            "Do what the sentence says, such as push tensors that fit the model.",
+            "The engine or one of its ranks refused; it still serves the previous version.",
+            "Do what the message says, such as push tensors that fit the model.",
         ),
         Reason.ENGINE_ASLEEP: Explanation(
             "FAILED_PRECONDITION",
-            "vLLM's sleep mode holds the engine.",
+            "The engine is in vLLM's sleep mode, or has given back the memory of its caches.",
             "Wake it up, then call again.",
         ),
         Reason.ENGINE_OWNED: Explanation(
             "FAILED_PRECONDITION",
-            "Another weightsync-server that lives has this engine.",
+            "Another running weightsync-server owns this engine.",
             "Stop the server that the message names, or choose another engine.",
         ),
         Reason.APPLY_BUSY: Explanation(
             "ABORTED",
-            "Another apply runs, or too many calls wait for the engine.",
+            "Another apply is running, or too many calls wait for the engine.",
             "Wait for it, then call again.",
         ),
         Reason.APPLY_RESTORED: Explanation(
@@ -284,39 +287,39 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
         Reason.FETCHER_FAILED: Explanation(
             "UNAVAILABLE",
             "A process that digests, stores or reads bytes failed more than once.",
-            "See the server's log, then try again.",
+            "Check the server's log, then try again.",
         ),
         Reason.TRAINER_FAILED: Explanation(
             "FAILED_PRECONDITION",
-            "The class that `--trainer` names raised; the metadata has the end of its traceback, "
-            "and what it had not committed was taken back.",
+            "The class that `--trainer` names raised an exception; the metadata has the end of "
+            "its traceback, and what it had not committed was undone.",
             "Correct the request or the class, then send the job again.",
         ),
         Reason.TRAINER_AWAY: Explanation(
             "UNAVAILABLE",
-            "The trainer's process has ended, or cannot be started.",
-            "Look at GetTrainStatus and the server's log, correct what they name, then send the "
-            "job again.",
+            "The trainer's process has exited, or cannot be started.",
+            "Check GetTrainStatus and the server's log, correct what they name, then send the job "
+            "again.",
         ),
         Reason.JOB_UNKNOWN: Explanation(
             "NOT_FOUND",
-            "No job of this id waits or runs.",
-            "See in GetTrainStatus which do.",
+            "No job with this id is waiting or running.",
+            "Take the id from GetTrainStatus.",
         ),
         Reason.DEADLINE_EXCEEDED: Explanation(
             "DEADLINE_EXCEEDED",
-            "The call, a stream or a step of an apply took longer than it may.",
-            "Look at the state, then call again; allow more time.",
+            "The call, a stream or a step of an apply exceeded its time limit.",
+            "Check the state, then call again; allow more time.",
         ),
         Reason.SHUTTING_DOWN: Explanation(
             "UNAVAILABLE",
-            "The server is ending.",
+            "The server is shutting down.",
             "Call again when it is back.",
         ),
         Reason.SERVER_AWAY: Explanation(
             "UNAVAILABLE",
-            "The server cannot be reached, or one of its processes left in the middle of a stream.",
-            "Check that it runs and that the address is right; resume the push.",
+            "The server cannot be reached, or one of its processes exited during a stream.",
+            "Check that it runs and that the address is right, then resume the push.",
         ),
         Reason.UNAUTHENTICATED: Explanation(
             "UNAUTHENTICATED",
@@ -326,7 +329,7 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
         Reason.PERMISSION_DENIED: Explanation(
             "PERMISSION_DENIED",
             "The caller's role does not allow the call, or not for this model.",
-            "Use a principal with the role that the sentence names.",
+            "Use a principal with the role that the message names.",
         ),
         Reason.CANCELLED: Explanation(
             "CANCELLED",
@@ -335,14 +338,14 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
         ),
         Reason.NOT_SUPPORTED: Explanation(
             "UNIMPLEMENTED",
-            "This server, host or store does not have what was asked for.",
-            "Use what the sentence names, or install what it needs.",
+            "This server, host or store does not support the request.",
+            "Use what the message names, or install what it needs.",
         ),
         Reason.FAULT: Explanation(
             "UNAVAILABLE",
-            "A fault inside the server or its engine; the text stays in the log, for it may "
-            "hold secrets.",
-            "Look at the server's log and report it; the call may be repeated.",
+            "A fault inside the server or its engine; details are only in its log, because they "
+            "may hold secrets.",
+            "Check the server's log and report the fault; the call may be repeated.",
         ),
     }
 )
@@ -387,3 +390,8 @@ class WeightSyncError(Exception):
         import grpc
 
         return grpc.StatusCode[STATUS[self.reason]]
+
+
+def invalid_request(message: str) -> WeightSyncError:
+    """Return the refusal of what is wrong in itself, whatever the state is; see REQUEST_INVALID."""
+    return WeightSyncError(Reason.REQUEST_INVALID, message)

@@ -29,27 +29,10 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = [
-    "POINTS",
-    "VARIABLE",
-    "FailpointError",
-    "enabled",
-    "hit",
-    "hits",
-    "lie",
-    "parse",
-    "plan",
-    "reach",
-    "set_plan",
-]
 
 VARIABLE = "WEIGHTSYNC_FAILPOINTS"
 
@@ -209,8 +192,6 @@ class FailpointError(ValueError):
 
 @dataclass
 class _Term:
-    """What to do at one point, and how often it was hit."""
-
     action: str
     argument: str
     skip: int
@@ -227,8 +208,7 @@ class _Term:
 def parse(plan: str) -> dict[str, _Term]:
     """Return what a plan says, by failpoint.
 
-    Raises:
-        FailpointError: A term is malformed or names an unknown failpoint.
+    Raises FailpointError when a term is malformed or names an unknown one.
     """
     terms = {}
     for text in re.split(r"[;\n]", plan):
@@ -263,8 +243,6 @@ def _check(name: str, term: _Term) -> None:
 
 
 class _Plan:
-    """The plan of this process."""
-
     def __init__(self, value: str) -> None:
         self._lock = threading.Lock()
         self._path = Path(value[1:]) if value.startswith("@") else None
@@ -360,11 +338,7 @@ def hits() -> list[str]:
 
 
 def hit(name: str) -> None:
-    """Do what the plan says at this point of a thread.
-
-    Raises:
-        OSError: The plan says error.
-    """
+    """Do what the plan says at this point of a thread; raises OSError when it says error."""
     term = _plan and _plan.take(name, *_DEEDS)
     if not term:
         return
@@ -375,11 +349,7 @@ def hit(name: str) -> None:
 
 
 async def reach(name: str) -> None:
-    """Do what the plan says at this point of a task; a sleep lets other tasks go on.
-
-    Raises:
-        OSError: The plan says error.
-    """
+    """Do what `hit` does at this point of a task; a sleep lets other tasks go on."""
     term = _plan and _plan.take(name, *_DEEDS)
     if not term:
         return

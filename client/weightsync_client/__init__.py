@@ -38,19 +38,19 @@ from weightsync_client.options import (
     Timeouts,
 )
 from weightsync_client.pull import PulledTensor
-from weightsync_client.push.handle import PushHandle
-from weightsync_client.push_reasons import Fallback, Streamed, Way
-from weightsync_client.source.declared import Declared
+from weightsync_client.push.session import PushHandle
+from weightsync_client.push_reasons import Fallback, Streamed, TransferPath
 from weightsync_client.source.sharded_tensors import ShardedTensor
 from weightsync_client.source.source import PushSource
-from weightsync_client.train_types import (
+from weightsync_client.source.tensor_stream import Declared
+from weightsync_client.train_calls import (
     CheckpointResult,
     TrainerState,
     TrainEvent,
     TrainProgress,
     TrainStatus,
 )
-from weightsync_client.trainer import Progress, Trainer
+from weightsync_client.trainer_base import Progress, Trainer
 from weightsync_client.types import (
     ApplyOutcome,
     ApplyPlan,
@@ -168,6 +168,7 @@ __all__ = [
     "TrainStatus",
     "Trainer",
     "TrainerState",
+    "TransferPath",
     "Transform",
     "UnavailableError",
     "Verification",
@@ -176,3 +177,6 @@ __all__ = [
     "Way",
     "WeightSyncError",
 ]
+
+#: The name of `TransferPath` up to 0.1, for one release.
+Way = TransferPath

@@ -11,10 +11,7 @@ from typing import Self
 
 import grpc
 
-from weightsync.errors import Reason
-from weightsync_client.errors import ClientError, refuse
-
-__all__ = ["VARIABLES", "Access"]
+from weightsync_client.errors import invalid
 
 #: Environment variable to field of `Access`, and what it holds.
 VARIABLES = {
@@ -50,11 +47,11 @@ class Access:
 
     def __post_init__(self) -> None:
         if self.token and self.token_file:
-            raise _refuse("both a token and a token file are given; give one of them")
+            raise invalid("both a token and a token file are given; give one of them")
         if self.credentials and (self.tls_ca or self.tls_cert or self.tls_key):
-            raise _refuse("both credentials and TLS files are given; give one of them")
+            raise invalid("both credentials and TLS files are given; give one of them")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_cert and not self.tls_ca):
-            raise _refuse("tls_cert and tls_key go together, and need tls_ca; give all of them")
+            raise invalid("tls_cert and tls_key go together, and need tls_ca; give all of them")
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -73,7 +70,7 @@ class Access:
         """
         token = self.token or (self._from_file(Path(self.token_file)) if self.token_file else "")
         if not (token.isascii() and token.isprintable()) or " " in token:
-            raise _refuse("the token holds spaces or control characters; copy it again")
+            raise invalid("the token holds spaces or control characters; copy it again")
         return token
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
@@ -90,14 +87,14 @@ class Access:
         try:
             context.load_verify_locations(cadata=roots.decode("ascii"))
         except (ssl.SSLError, ValueError):
-            raise _refuse(f"{self.tls_ca} holds no PEM certificates; name another") from None
+            raise invalid(f"{self.tls_ca} holds no PEM certificates; name another") from None
         if self.tls_cert:
             key, chain = _read(self.tls_key, "the key"), _read(self.tls_cert, "the certificate")
             try:
                 # The password keeps OpenSSL from asking for one at the terminal.
                 context.load_cert_chain(self.tls_cert, self.tls_key, password="")
             except (ssl.SSLError, OSError):
-                raise _refuse(
+                raise invalid(
                     f"{self.tls_cert} and {self.tls_key} are no PEM certificate and its key "
                     "without a password; name a pair that fits"
                 ) from None
@@ -106,10 +103,10 @@ class Access:
     def _from_file(self, path: Path) -> str:
         data = _read(path, "the token file")
         if path.stat().st_mode & stat.S_IRWXO:
-            raise _refuse(f"the token file {path} is open to other users; set its mode to 0600")
+            raise invalid(f"the token file {path} is open to other users; set its mode to 0600")
         token = data.decode("ascii", errors="replace").strip()
         if not token:
-            raise _refuse(f"the token file {path} is empty; write the token into it")
+            raise invalid(f"the token file {path} is empty; write the token into it")
         return token
 
 
@@ -117,8 +114,4 @@ def _read(path: str | os.PathLike[str], what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise _refuse(f"{what} {os.fspath(path)} cannot be read: {error.strerror}") from None
-
-
-def _refuse(sentence: str) -> ClientError:
-    return refuse(Reason.REQUEST_INVALID, sentence)
+        raise invalid(f"{what} {os.fspath(path)} cannot be read: {error.strerror}") from None

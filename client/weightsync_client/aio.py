@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
@@ -38,22 +38,29 @@ from weightsync_client.options import (
     check_options,
 )
 from weightsync_client.pull import PulledTensor
-from weightsync_client.push.handle import PushHandle
-from weightsync_client.rpc import calls, fleet_calls
+from weightsync_client.push.session import PushHandle
+from weightsync_client.rpc import calls
+from weightsync_client.rpc.calls import read_stream_async
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import Backoff, call_again_async
-from weightsync_client.rpc.streams import read_stream_async
+from weightsync_client.rpc.retry import RetryState, call_again_async
 from weightsync_client.source.modules import is_module
 from weightsync_client.source.peft_models import has_adapters
 from weightsync_client.source.source import PushSource
-from weightsync_client.train_methods import AsyncTrainMethods
+from weightsync_client.train_calls import (
+    CheckpointResult,
+    TrainProgress,
+    TrainStatus,
+    cancel_train_call,
+    checkpoint_call,
+    train_call,
+    train_status_call,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from weightsync_client.attach import Attached
 
-__all__ = ["AsyncClient", "AsyncPushHandle", "AsyncPushSource"]
 
 T = TypeVar("T")
 _END = object()
@@ -89,7 +96,7 @@ class AsyncPushHandle:
         self._handle.cancel()
 
 
-class AsyncClient(AsyncTrainMethods):
+class AsyncClient:
     """Speaks with one server about one model; belongs to one event loop.
 
     Takes the arguments of `Client`, and its methods do what those of `Client` do.
@@ -238,9 +245,7 @@ class AsyncClient(AsyncTrainMethods):
         """Make a version live on every member of the server's fleet, or on none."""
         check_options("fleet_apply", options, FleetApplyOptions)
         timeouts = self._link.timeouts
-        return await self._insist(
-            fleet_calls.fleet_apply(await self.model(), version, options, timeouts)
-        )
+        return await self._insist(calls.fleet_apply(await self.model(), version, options, timeouts))
 
     async def fleet_rollback(
         self, reason: str = "", **options: Unpack[FleetChoices]
@@ -249,17 +254,17 @@ class AsyncClient(AsyncTrainMethods):
         check_options("fleet_rollback", options, FleetChoices)
         timeouts = self._link.timeouts
         return await self._insist(
-            fleet_calls.fleet_rollback(await self.model(), reason, options, timeouts)
+            calls.fleet_rollback(await self.model(), reason, options, timeouts)
         )
 
     async def fleet_abort(self, reason: str = "") -> types.FleetReport | None:
         """End the apply or rollback of the fleet that runs; None: none does."""
         timeouts = self._link.timeouts
-        return await self._invoke(fleet_calls.fleet_abort(await self.model(), reason, timeouts))
+        return await self._invoke(calls.fleet_abort(await self.model(), reason, timeouts))
 
     async def fleet_status(self) -> types.FleetStatus:
         """Tell what the server's fleet has decided, and where its members are."""
-        return await self._invoke(fleet_calls.fleet_status(await self.model(), self._link.timeouts))
+        return await self._invoke(calls.fleet_status(await self.model(), self._link.timeouts))
 
     async def verify(self, version: int = 0, *, engine: str = "") -> types.Verification:
         """Prove what every rank serves, from its live parameters; `engine` names one engine."""
@@ -288,7 +293,7 @@ class AsyncClient(AsyncTrainMethods):
     async def watch(self) -> AsyncGenerator[types.VersionChange, None]:
         """Yield the present state of every version, then each change; see `Client.watch`."""
         call = calls.watch_versions(await self.model(), self._link.timeouts)
-        backoff = Backoff(self._retry)
+        backoff = RetryState(self._retry)
         while not self._closed:
             try:
                 async with contextlib.aclosing(self._read(call)) as changes:
@@ -338,6 +343,39 @@ class AsyncClient(AsyncTrainMethods):
         iterator = (await self._bulk()).tensors(version)
         while (tensor := await asyncio.to_thread(next, iterator, None)) is not None:
             yield tensor
+
+    # Training.
+
+    async def train(
+        self, request: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> AsyncGenerator[TrainProgress, None]:
+        """Give the trainer a job and yield what it comes to; see `Client.train`.
+
+        It is sent with the first step. Who leaves it early closes it: contextlib.aclosing.
+        """
+        call = train_call(await self.model(), request, timeout_s, self._link.timeouts)
+        messages = self._read(call)
+        try:
+            async for progress in messages:
+                yield progress
+        finally:
+            await messages.aclose()
+
+    async def checkpoint(
+        self, folder: str | None = None, *, timeout_s: float | None = None
+    ) -> CheckpointResult:
+        """Return when the live version is durable; see `Client.checkpoint`."""
+        call = checkpoint_call(await self.model(), folder, timeout_s, self._link.timeouts)
+        return await self._invoke(call)
+
+    async def train_status(self) -> TrainStatus:
+        """Tell what the trainer does."""
+        return await self._invoke(train_status_call(await self.model(), self._link.timeouts))
+
+    async def cancel_train(self, job_id: str) -> None:
+        """End a job of anyone, that waits or runs; what it has committed stays."""
+        call = cancel_train_call(await self.model(), job_id, self._link.timeouts)
+        await self._invoke(call)
 
     # The engine's own memory.
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from weightsync_client.source.tensors import Scratch
+from weightsync_client.source.source import Source
+from weightsync_client.source.tensors import Scratch, SourceTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
     from numpy.typing import NDArray
 
-    from weightsync_client.source.source import Source
-    from weightsync_client.source.tensors import SourceTensor
-
-__all__ = ["CheckpointDiff", "TensorDifference", "compare"]
 
 _NO_DIGEST = "0" * 32
 _FLOATS = frozenset(
@@ -33,15 +29,10 @@ class TensorDifference:
     """One tensor that both checkpoints hold, alike in dtype and shape.
 
     Attributes:
-        name: Its name.
-        dtype: safetensors dtype name.
-        shape: Dimensions in elements.
         elements: Their number; of dtypes below a byte, bytes.
         changed: Elements whose bits differ.
-        coding: How a delta writes it.
-        delta_bytes: What that takes.
+        delta_bytes: What a delta takes, written as `coding`.
         packed_bytes: The same with zstd.
-        dense_bytes: Bytes of the tensor.
         distances: Changed elements by distance in ulps, or for integers in units: "1", "2-3", "4-7"
             and so on; empty for dtypes that know none.
     """
@@ -60,15 +51,9 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDiff:
-    """What differs between two checkpoints.
+    """What differs between two checkpoints; `tensors` are those in both, sorted by name.
 
-    Attributes:
-        tensors: Those of both, in the order of their names.
-        only_before: Names that the second lacks.
-        only_after: Names that the first lacks.
-        reshaped: Names whose dtype or shape differs.
-        bytes_by_coding: Delta bytes of all tensors, by coding.
-        distances: Of all tensors.
+    `reshaped` has the names whose dtype or shape differs.
     """
 
     tensors: tuple[TensorDifference, ...]
@@ -88,8 +73,7 @@ class CheckpointDiff:
 def compare(before: Source, after: Source) -> CheckpointDiff:
     """Compare two checkpoints bit by bit; one tensor of each is held at a time.
 
-    Raises:
-        ClientError: A file cannot be read.
+    Raises a ClientError if a file cannot be read.
     """
     old = {tensor.name: tensor for tensor in before.tensors}
     new = {tensor.name: tensor for tensor in after.tensors}
@@ -153,16 +137,19 @@ def _distances(before: NDArray[np.uint8], after: NDArray[np.uint8], dtype: str) 
     if dtype not in _FLOATS | _INTEGERS:
         return {}
     from weightsync.delta.coding import element_width
+    from weightsync.delta.kernels import chosen
 
     width = element_width(dtype)
     counts = np.zeros(8 * width + 2, np.int64)
+    # As many of these are no more than a number as that has bits.
+    powers = np.array([1 << bit for bit in range(8 * width)], f"<u{width}")
     step = _PIECE * width
     for at in range(0, len(before), step):
         old, new = (data[at : at + step].view(f"<u{width}") for data in (before, after))
-        where = np.flatnonzero(old != new)
-        low, high = _ordered(old[where], dtype), _ordered(new[where], dtype)
+        where, values = chosen().find(old, new)
+        low, high = _ordered(old[where], dtype), _ordered(values, dtype)
         distance = np.where(low < high, high - low, low - high)
-        counts += np.bincount(_bits(distance), minlength=len(counts))
+        counts += np.bincount(np.searchsorted(powers, distance, "right"), minlength=len(counts))
     return {
         str(1 << k) if k == 0 else f"{1 << k}-{(2 << k) - 1}": int(counts[k + 1])
         for k in range(len(counts) - 1)
@@ -172,31 +159,13 @@ def _distances(before: NDArray[np.uint8], after: NDArray[np.uint8], dtype: str) 
 
 def _ordered(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Return unsigned numbers in the order of the values, one apart from one value to the next."""
+    import numpy as np
+
     top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
     if dtype in _FLOATS:
-        return _ordered_floats(bits, top)
+        # Sign and magnitude; -0.0 lies one below 0.0.
+        return np.where(bits & top, ~bits, bits | top)
     return bits ^ top if dtype.startswith("I") else bits
-
-
-def _ordered_floats(bits: NDArray[Any], top: Any) -> NDArray[Any]:
-    import numpy as np
-
-    # Sign and magnitude; -0.0 lies one below 0.0.
-    return np.where(bits & top, ~bits, bits | top)
-
-
-def _bits(distance: NDArray[Any]) -> NDArray[np.int64]:
-    """Return how many bits each number takes."""
-    import numpy as np
-
-    bits = np.zeros(distance.shape, np.int64)
-    left = distance.copy()
-    for shift in (32, 16, 8, 4, 2, 1):
-        if shift < 8 * distance.itemsize:
-            more = (left >> distance.dtype.type(shift)) > 0
-            bits += np.where(more, shift, 0)
-            left = np.where(more, left >> distance.dtype.type(shift), left)
-    return bits + (left > 0)
 
 
 def _low(name: str) -> int:

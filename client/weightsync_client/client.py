@@ -7,14 +7,13 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
-from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 from weightsync.wire.extras import needing
@@ -25,7 +24,7 @@ from weightsync_client.errors import (
     DeadlineError,
     UnavailableError,
     from_rpc,
-    refuse,
+    invalid,
     typed_errors,
 )
 from weightsync_client.options import (
@@ -41,21 +40,27 @@ from weightsync_client.options import (
     check_options,
 )
 from weightsync_client.pull import PulledTensor, Puller
-from weightsync_client.push.handle import PushHandle
-from weightsync_client.push.history import PushHistory
 from weightsync_client.push.policy import PushPolicy
-from weightsync_client.rpc import calls, fleet_calls
+from weightsync_client.push.push_history import PushHistory
+from weightsync_client.push.session import PushHandle
+from weightsync_client.rpc import calls
+from weightsync_client.rpc.calls import read_stream
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import Backoff, RetryingCalls, call_again
-from weightsync_client.rpc.streams import read_stream
-from weightsync_client.source.source import PushSource, make_source
-from weightsync_client.source.source_writer import source_writer
-from weightsync_client.train_methods import TrainMethods
+from weightsync_client.rpc.retry import RetryingCalls, RetryState, call_again
+from weightsync_client.source.source import PushSource, make_source, source_writer
+from weightsync_client.train_calls import (
+    CheckpointResult,
+    TrainProgress,
+    TrainStatus,
+    cancel_train_call,
+    checkpoint_call,
+    train_call,
+    train_status_call,
+)
 
 if TYPE_CHECKING:
     from weightsync_client.attach import Attached
 
-__all__ = ["Client", "default_holder"]
 
 T = TypeVar("T")
 
@@ -65,7 +70,7 @@ def default_holder() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-class Client(TrainMethods):
+class Client:
     """Speaks with one server about one model. Threads may share it.
 
     Errors are `ClientError`s (see `weightsync_client.errors`); nothing of gRPC's is raised. Calls
@@ -135,7 +140,7 @@ class Client(TrainMethods):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise refuse(Reason.REQUEST_INVALID, "this client was closed; make a new one")
+            raise invalid("this client was closed; make a new one")
 
     # Pushing.
 
@@ -280,7 +285,7 @@ class Client(TrainMethods):
         """
         check_options("fleet_apply", options, FleetApplyOptions)
         timeouts = self._link.timeouts
-        return self._insist(fleet_calls.fleet_apply(self.model, version, options, timeouts))
+        return self._insist(calls.fleet_apply(self.model, version, options, timeouts))
 
     def fleet_rollback(
         self, reason: str = "", **options: Unpack[FleetChoices]
@@ -288,7 +293,7 @@ class Client(TrainMethods):
         """Go back to the fleet's commit before, and reject the content that is left everywhere."""
         check_options("fleet_rollback", options, FleetChoices)
         timeouts = self._link.timeouts
-        return self._insist(fleet_calls.fleet_rollback(self.model, reason, options, timeouts))
+        return self._insist(calls.fleet_rollback(self.model, reason, options, timeouts))
 
     def fleet_abort(self, reason: str = "") -> types.FleetReport | None:
         """End the apply or rollback of the fleet that runs; None: none does.
@@ -298,11 +303,11 @@ class Client(TrainMethods):
         Args:
             reason: Why, for logs and status.
         """
-        return self._invoke(fleet_calls.fleet_abort(self.model, reason, self._link.timeouts))
+        return self._invoke(calls.fleet_abort(self.model, reason, self._link.timeouts))
 
     def fleet_status(self) -> types.FleetStatus:
         """Tell what the server's fleet has decided, and where its members are."""
-        return self._invoke(fleet_calls.fleet_status(self.model, self._link.timeouts))
+        return self._invoke(calls.fleet_status(self.model, self._link.timeouts))
 
     def verify(self, version: int = 0, *, engine: str = "") -> types.Verification:
         """Prove what every rank serves, from its live parameters.
@@ -335,7 +340,7 @@ class Client(TrainMethods):
         A broken link is taken up again; the state is then told once more, marked `initial`.
         """
         call = calls.watch_versions(self.model, self._link.timeouts)
-        backoff = Backoff(self._retry)
+        backoff = RetryState(self._retry)
         while not self._closed:
             try:
                 for change in self._read(call):
@@ -390,6 +395,56 @@ class Client(TrainMethods):
             return self._read(calls.pull_weights(request, self._link.timeouts))
 
         return Puller(self._link, self._invoke, open_pull, self.model, version, self._retry)
+
+    # Training.
+
+    def train(
+        self, request: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> Generator[TrainProgress, None, None]:
+        """Give the trainer a job, and yield what it comes to, until it has ended well.
+
+        What it has not committed leaves nothing behind. The job has been sent when this returns;
+        `close` of what it returns, or leaving it in any other way, cancels the job. It is never
+        sent twice.
+
+        Args:
+            request: What the trainer's class is given: what JSON can hold.
+            timeout_s: Longest time until it has ended, in the queue included; default
+                `Timeouts.train_s`. Then the job is cancelled.
+
+        Raises:
+            ClientError: While it is read: with the traceback of the trainer's class where that
+                failed; AbortedError where somebody else cancelled it; ExhaustedError: too many
+                jobs wait.
+        """
+        return self._read(train_call(self.model, request, timeout_s, self._link.timeouts))
+
+    def checkpoint(
+        self, folder: str | None = None, *, timeout_s: float | None = None
+    ) -> CheckpointResult:
+        """Return when the live version is durable, with the trainer's state.
+
+        Waits for the job that runs.
+
+        Args:
+            folder: Name of a new folder below the server's --checkpoint-dir, which vLLM can load;
+                None: the version store alone.
+            timeout_s: Longest wait; default `Timeouts.train_s`.
+        """
+        call = checkpoint_call(self.model, folder, timeout_s, self._link.timeouts)
+        return self._invoke(call)
+
+    def train_status(self) -> TrainStatus:
+        """Tell what the trainer does."""
+        return self._invoke(train_status_call(self.model, self._link.timeouts))
+
+    def cancel_train(self, job_id: str) -> None:
+        """End a job of anyone, that waits or runs; what it has committed stays.
+
+        Args:
+            job_id: Of its progress, or of `train_status`.
+        """
+        self._invoke(cancel_train_call(self.model, job_id, self._link.timeouts))
 
     # The engine's own memory.
 

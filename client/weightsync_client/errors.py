@@ -25,26 +25,8 @@ from typing import Any
 import grpc
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire.proxies import proxy_hint
+from weightsync.wire.grpc_channels import proxy_hint
 from weightsync.wire.rpc_status import error_details
-
-__all__ = [
-    "AbortedError",
-    "ClientError",
-    "DataError",
-    "DeadlineError",
-    "DeniedError",
-    "ExhaustedError",
-    "InvalidError",
-    "NotFoundError",
-    "RefusedError",
-    "UnavailableError",
-    "cancelled_error",
-    "from_rpc",
-    "passing",
-    "refuse",
-    "typed_errors",
-]
 
 
 class ClientError(WeightSyncError):
@@ -115,79 +97,57 @@ class DataError(ClientError):
 _CODE = grpc.StatusCode
 
 # Total: a test asks for every status. A link that breaks shows up as UNAVAILABLE, UNKNOWN or
-# INTERNAL; the last two never come from our server.
-_CLASSES: Mapping[grpc.StatusCode, type[ClientError]] = MappingProxyType(
+# INTERNAL; the last two never come from our server. The reason is for a status without ErrorInfo,
+# or with a reason of a newer server.
+_STATUSES: Mapping[grpc.StatusCode, tuple[type[ClientError], Reason]] = MappingProxyType(
     {
-        _CODE.OK: UnavailableError,
-        _CODE.CANCELLED: AbortedError,
-        _CODE.UNKNOWN: UnavailableError,
-        _CODE.INVALID_ARGUMENT: InvalidError,
-        _CODE.DEADLINE_EXCEEDED: DeadlineError,
-        _CODE.NOT_FOUND: NotFoundError,
-        _CODE.ALREADY_EXISTS: RefusedError,
-        _CODE.PERMISSION_DENIED: DeniedError,
-        _CODE.RESOURCE_EXHAUSTED: ExhaustedError,
-        _CODE.FAILED_PRECONDITION: RefusedError,
-        _CODE.ABORTED: AbortedError,
-        _CODE.OUT_OF_RANGE: InvalidError,
-        _CODE.UNIMPLEMENTED: InvalidError,
-        _CODE.INTERNAL: UnavailableError,
-        _CODE.UNAVAILABLE: UnavailableError,
-        _CODE.DATA_LOSS: DataError,
-        _CODE.UNAUTHENTICATED: DeniedError,
+        _CODE.OK: (UnavailableError, Reason.FAULT),
+        _CODE.CANCELLED: (AbortedError, Reason.CANCELLED),
+        _CODE.UNKNOWN: (UnavailableError, Reason.SERVER_AWAY),
+        _CODE.INVALID_ARGUMENT: (InvalidError, Reason.REQUEST_INVALID),
+        _CODE.DEADLINE_EXCEEDED: (DeadlineError, Reason.DEADLINE_EXCEEDED),
+        _CODE.NOT_FOUND: (NotFoundError, Reason.VERSION_UNKNOWN),
+        _CODE.ALREADY_EXISTS: (RefusedError, Reason.VERSION_CONFLICT),
+        _CODE.PERMISSION_DENIED: (DeniedError, Reason.PERMISSION_DENIED),
+        _CODE.RESOURCE_EXHAUSTED: (ExhaustedError, Reason.LIMIT_EXCEEDED),
+        _CODE.FAILED_PRECONDITION: (RefusedError, Reason.ENGINE_REFUSED),
+        _CODE.ABORTED: (AbortedError, Reason.PUSH_ABORTED),
+        _CODE.OUT_OF_RANGE: (InvalidError, Reason.REQUEST_INVALID),
+        _CODE.UNIMPLEMENTED: (InvalidError, Reason.NOT_SUPPORTED),
+        _CODE.INTERNAL: (UnavailableError, Reason.SERVER_AWAY),
+        _CODE.UNAVAILABLE: (UnavailableError, Reason.SERVER_AWAY),
+        _CODE.DATA_LOSS: (DataError, Reason.DATA_CORRUPT),
+        _CODE.UNAUTHENTICATED: (DeniedError, Reason.UNAUTHENTICATED),
     }
 )
 
-# For a status without ErrorInfo, or with a reason of a newer server.
-_REASONS: Mapping[grpc.StatusCode, Reason] = MappingProxyType(
+#: What the caller did, by the RPC that it became, and the command that does so; "": none.
+CALLS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        _CODE.OK: Reason.FAULT,
-        _CODE.CANCELLED: Reason.CANCELLED,
-        _CODE.UNKNOWN: Reason.SERVER_AWAY,
-        _CODE.INVALID_ARGUMENT: Reason.REQUEST_INVALID,
-        _CODE.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
-        _CODE.NOT_FOUND: Reason.VERSION_UNKNOWN,
-        _CODE.ALREADY_EXISTS: Reason.VERSION_CONFLICT,
-        _CODE.PERMISSION_DENIED: Reason.PERMISSION_DENIED,
-        _CODE.RESOURCE_EXHAUSTED: Reason.LIMIT_EXCEEDED,
-        _CODE.FAILED_PRECONDITION: Reason.ENGINE_REFUSED,
-        _CODE.ABORTED: Reason.PUSH_ABORTED,
-        _CODE.OUT_OF_RANGE: Reason.REQUEST_INVALID,
-        _CODE.UNIMPLEMENTED: Reason.NOT_SUPPORTED,
-        _CODE.INTERNAL: Reason.SERVER_AWAY,
-        _CODE.UNAVAILABLE: Reason.SERVER_AWAY,
-        _CODE.DATA_LOSS: Reason.DATA_CORRUPT,
-        _CODE.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
-    }
-)
-
-#: What the caller did, by the RPC that it became.
-_ACTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "AcquireEpoch": "the request for an epoch",
-        "BeginPush": "the push",
-        "PushWeights": "the push",
-        "CommitPush": "the commit of the push",
-        "AbortPush": "the abort of the push",
-        "GetPush": "the push",
-        "ApplyVersion": "the apply",
-        "Rollback": "the rollback",
-        "ListVersions": "the query for the versions",
-        "GetVersion": "the query for the version",
-        "GetEngineLayout": "the push",
-        "WatchVersions": "the watch",
-        "PinVersion": "the pin",
-        "DeleteVersion": "the deletion",
-        "PullWeights": "the pull",
-        "VerifyVersion": "the verification",
-        "GetStatus": "the query for the status",
-        "GetFleetStatus": "the query for the state of the fleet",
-        "AbortFleetApply": "the abort of the fleet's apply",
-        "Train": "the training",
-        "Checkpoint": "the checkpoint",
-        "GetTrainStatus": "the query for the state of the trainer",
-        "CancelTrain": "the end of the job",
-        "Check": "the health check",
+        "AcquireEpoch": ("the request for an epoch", "epoch"),
+        "BeginPush": ("the push", "push"),
+        "PushWeights": ("the push", "push"),
+        "CommitPush": ("the commit of the push", "push"),
+        "AbortPush": ("the abort of the push", "abort"),
+        "GetPush": ("the push", "push"),
+        "ApplyVersion": ("the apply", "apply"),
+        "Rollback": ("the rollback", "rollback"),
+        "ListVersions": ("the query for the versions", "versions"),
+        "GetVersion": ("the query for the version", "versions"),
+        "GetEngineLayout": ("the push", "push"),
+        "WatchVersions": ("the watch", "watch"),
+        "PinVersion": ("the pin", "pin"),
+        "DeleteVersion": ("the deletion", "delete"),
+        "PullWeights": ("the pull", "pull"),
+        "VerifyVersion": ("the verification", "verify"),
+        "GetStatus": ("the query for the status", "status"),
+        "GetFleetStatus": ("the query for the state of the fleet", "fleet status"),
+        "AbortFleetApply": ("the abort of the fleet's apply", "fleet abort"),
+        "Train": ("the training", "train"),
+        "Checkpoint": ("the checkpoint", "checkpoint"),
+        "GetTrainStatus": ("the query for the state of the trainer", "train status"),
+        "CancelTrain": ("the end of the job", "train cancel"),
+        "Check": ("the health check", ""),
     }
 )
 
@@ -196,8 +156,13 @@ _LINK_CODES = (_CODE.UNAVAILABLE, _CODE.UNKNOWN, _CODE.INTERNAL, _CODE.OK)
 
 def refuse(reason: Reason, message: str, **metadata: str) -> ClientError:
     """Return the error of the right class for something that the client itself found."""
-    probe = ClientError(reason, message, metadata=metadata)
-    return _CLASSES[probe.code](reason, message, metadata=metadata)
+    kind, _ = _STATUSES[ClientError(reason, message).code]
+    return kind(reason, message, metadata=metadata)
+
+
+def invalid(message: str) -> ClientError:
+    """Return the error for what a caller gave and nothing can be done with."""
+    return refuse(Reason.REQUEST_INVALID, message)
 
 
 def cancelled_error() -> AbortedError:
@@ -307,7 +272,7 @@ def from_rpc(error: Any, *, method: str, address: str) -> ClientError:
         if _tls_refused(code, sentence):
             # Neither time nor another try mends it: settings are wrong, as with a CA that is none.
             reason = Reason.REQUEST_INVALID
-        action = _ACTIONS.get(method, method)
+        action, _ = CALLS.get(method, (method, ""))
         sentence = _sentence(code, sentence, action=action, address=address)
         metadata = {"address": address}
     elif details.reason:
@@ -316,9 +281,11 @@ def from_rpc(error: Any, *, method: str, address: str) -> ClientError:
         newer = {} if reason else {"reason": details.reason}
         metadata = details.metadata | newer
         code = _CODE.UNKNOWN if code is _CODE.OK else code
-    kind = InvalidError if reason is Reason.REQUEST_INVALID else _CLASSES[code]
+    kind, usual = _STATUSES[code]
+    if reason is Reason.REQUEST_INVALID:
+        kind = InvalidError
     return kind(
-        reason or _REASONS[code],
+        reason or usual,
         sentence,
         metadata=metadata,
         retry_after_s=details.retry_after_s if details else None,

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
+from weightsync.backoff import backoff_s
 from weightsync_client.types import CacheMode, EngineOrder, FleetOrder, PauseMode
-
-__all__ = [
-    "CHUNK_BYTES",
-    "DEFAULT_ADDRESS",
-    "SHARD_BYTES",
-    "ApplyOptions",
-    "EngineChoices",
-    "PauseChoices",
-    "PushOptions",
-    "Retry",
-    "RollbackOptions",
-    "Timeouts",
-    "check_options",
-]
 
 #: Where weightsync-server listens by default.
 DEFAULT_ADDRESS = "127.0.0.1:50551"
@@ -79,10 +65,7 @@ class Retry:
             asked_s: The least that the server asked for; the pauses grow nevertheless, so that what
                 takes longer than it thought is not given up after a few of them.
         """
-        ceiling = min(self.max_s, self.initial_s * 2 ** (failures - 1))
-        # Jitter keeps many trainers from knocking at the same moment; it needs no secrecy.
-        own = random.uniform(ceiling / 10, ceiling)  # noqa: S311
-        return max(own, asked_s or 0.0)
+        return max(backoff_s(failures, self.initial_s, self.max_s, jitter=0.9), asked_s or 0.0)
 
 
 class PushOptions(TypedDict, total=False):

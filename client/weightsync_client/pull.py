@@ -11,19 +11,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
 from weightsync.model.digest import TensorDigester
 from weightsync.model.dtypes import torch_dtype
 from weightsync.model.layout import MAX_HEADER_BYTES, check_header, check_shard
 from weightsync.model.manifest import ShardEntry, TensorEntry
+from weightsync.process_limits import write_remedy
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.extras import needing
-from weightsync.wire.file_limits import write_remedy
-from weightsync_client.errors import ClientError, passing, refuse, typed_errors
-from weightsync_client.rpc.retry import Backoff
-from weightsync_client.rpc.version_tensors import version_tensors
+from weightsync_client.errors import ClientError, invalid, passing, refuse, typed_errors
+from weightsync_client.rpc.retry import RetryState
+from weightsync_client.rpc.tensor_pages import version_tensors
 from weightsync_client.types import PullResult, Version
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from weightsync_client.options import Retry
     from weightsync_client.rpc.channels import Link
     from weightsync_client.rpc.retry import Invoke
-
-__all__ = ["OpenPull", "PulledTensor", "Puller"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +86,8 @@ _NUMPY = {
 }  # fmt: skip
 
 
-class OpenPull(Protocol):
-    """Opens one PullWeights stream."""
-
-    def __call__(self, request: pb.PullWeightsRequest, /) -> Iterator[pb.PullWeightsResponse]:
-        """Yield its messages; every error is a ClientError."""
+#: Opens one PullWeights stream and yields its messages; every error is a ClientError.
+OpenPull = Callable[[pb.PullWeightsRequest], Iterator[pb.PullWeightsResponse]]
 
 
 class _Bytes:
@@ -162,9 +157,7 @@ class Puller:
         """Write the version; the folder appears whole and proved, or not at all."""
         started = time.monotonic()
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise refuse(
-                Reason.REQUEST_INVALID, f"{path} exists and is not an empty folder; name another"
-            )
+            raise invalid(f"{path} exists and is not an empty folder; name another")
         work: Path | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +232,7 @@ class Puller:
             raise _corrupt(self.version, f"shard {index} is longer than its tensors")
 
     def _chunks(self, index: int) -> Iterator[bytes]:
-        offset, backoff = 0, Backoff(self._retry)
+        offset, backoff = 0, RetryState(self._retry)
         while True:
             request = pb.PullWeightsRequest(
                 model=self._model, version=self.version.version, shard=index, offset=offset

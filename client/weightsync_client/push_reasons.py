@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["MOST_CHANGED", "PAYS_BELOW", "Fallback", "Streamed", "Unfit", "Way"]
-
 #: Bytes of a delta over those of a push in full from which on the latter is sent.
 PAYS_BELOW = 0.9
 #: Share of changed elements from which on all is sent over a link that is not slow: to find, pack
@@ -38,7 +36,7 @@ class Fallback(enum.StrEnum):
     COPIED = enum.auto()
 
 
-class Way(enum.StrEnum):
+class TransferPath(enum.StrEnum):
     """How the bytes of a push go to the server."""
 
     STREAM = enum.auto()
@@ -80,11 +78,10 @@ class Streamed(enum.StrEnum):
     NOT_COPIED = enum.auto()
 
 
-class Unfit(Exception):  # noqa: N818 - no error: the push goes on in full
+class DeltaUnsuitable(Exception):  # noqa: N818 - no error: the push goes on in full
     """No delta can be sent, or none that pays; the same push in full can.
 
-    Attributes:
-        reason: What the result and the server's counter tell.
+    `reason` is what the result and the server's counter tell.
     """
 
     def __init__(self, reason: Fallback, text: str) -> None:

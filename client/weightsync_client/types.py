@@ -1,4 +1,7 @@
-"""What the client returns: frozen dataclasses, durations in seconds, digests as 32 hex digits."""
+"""What the client returns: frozen dataclasses, durations in seconds, digests as 32 hex digits.
+
+One file: users import them from one place, and most refer to each other.
+"""
 
 from __future__ import annotations
 
@@ -6,61 +9,152 @@ import enum
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from weightsync_client.engine_types import EngineOrder, EngineProof, EngineState, EngineStatus
-from weightsync_client.fleet_types import (
-    FleetMemberReport,
-    FleetMemberStatus,
-    FleetOrder,
-    FleetReport,
-    FleetStatus,
-)
-from weightsync_client.push_reasons import Fallback, Streamed, Way
-from weightsync_client.rank_types import LoaderState, LoaderStatus, RankResult, Transform
-from weightsync_client.run_types import ClientRun
+from weightsync_client.push_reasons import Fallback, Streamed, TransferPath
 
-__all__ = [
-    "ApplyOutcome",
-    "ApplyPlan",
-    "ApplyReport",
-    "ApplyStrategy",
-    "CacheMode",
-    "ClientRun",
-    "DiskStatus",
-    "Durability",
-    "EngineOrder",
-    "EngineProof",
-    "EngineReport",
-    "EngineState",
-    "EngineStatus",
-    "FleetMemberReport",
-    "FleetMemberStatus",
-    "FleetOrder",
-    "FleetReport",
-    "FleetStatus",
-    "LayoutCheck",
-    "LiveCheck",
-    "LoaderState",
-    "LoaderStatus",
-    "ModelStatus",
-    "PauseMode",
-    "PauseUsed",
-    "Phases",
-    "PullResult",
-    "PushKind",
-    "PushResult",
-    "PushStatus",
-    "RankResult",
-    "Residency",
-    "RollbackReport",
-    "Serving",
-    "SlotStatus",
-    "Status",
-    "TensorInfo",
-    "Transform",
-    "Verification",
-    "Version",
-    "VersionChange",
-]
+
+@dataclass(frozen=True, slots=True)
+class ClientRun:
+    """A run of a client that pushed: its newest version, how many exist, and whose the epoch is."""
+
+    client_run: str
+    newest_version: int
+    versions: int
+    has_epoch: bool
+
+
+class Transform(enum.StrEnum):
+    """What leads to a rank's live bytes: copies by the load plan, or a load beside generation."""
+
+    UNSPECIFIED = enum.auto()
+    PLAN = enum.auto()
+    TWIN = enum.auto()
+
+
+class LoaderState(enum.StrEnum):
+    """What the loader of a rank does; UNSPECIFIED: it has none."""
+
+    UNSPECIFIED = enum.auto()
+    STARTING = enum.auto()
+    PROVING = enum.auto()
+    READY = enum.auto()
+    LOADING = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderStatus:
+    """The loader of a rank whose versions are loaded beside generation.
+
+    Attributes:
+        version: What it loads, or loaded last; 0: none.
+        percent: How much of its present phase is done.
+        arena_bytes: Memory that holds what it loaded.
+        restarts: How often a loader had to be started again.
+        last_error: Why the last load failed; empty: it did not.
+        load_s: How long the last load took.
+    """
+
+    state: LoaderState
+    version: int
+    percent: int
+    arena_bytes: int
+    restarts: int
+    last_error: str
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What one rank reports.
+
+    Attributes:
+        rank: Data, pipeline and tensor parallel rank, as dp/pp/tp.
+        version: What its live parameters hold; 0: no whole version.
+        content_digest: What its live parameters were proved to hold; empty: nothing.
+        error: Why it refused or failed; empty: it did not.
+        h2d_bytes: Bytes sent to its device for this version.
+        device_room_bytes: Memory of its device that it may take to stage versions.
+        device_used_bytes: Memory of its device that it has taken, scratch included.
+        transform: How versions become live on it.
+        transform_reason: Why that is not the plan; empty: it is, or nobody knows any more.
+        loader: Its loader; None: it has none.
+    """
+
+    rank: str
+    version: int
+    content_digest: str
+    written_bytes: int
+    commit_s: float
+    verify_s: float
+    error: str
+    h2d_bytes: int = 0
+    device_room_bytes: int = 0
+    device_used_bytes: int = 0
+    transform: Transform = Transform.UNSPECIFIED
+    transform_reason: str = ""
+    loader: LoaderStatus | None = None
+
+
+class EngineOrder(enum.StrEnum):
+    """In which order the engines of a host take a version: all in one pause, or in turn."""
+
+    UNSPECIFIED = enum.auto()
+    TOGETHER = enum.auto()
+    ROLLING = enum.auto()
+
+
+class EngineState(enum.StrEnum):
+    """What the server is doing with the engine."""
+
+    UNSPECIFIED = enum.auto()
+    AWAY = enum.auto()
+    RECONCILING = enum.auto()
+    SERVING = enum.auto()
+    APPLYING = enum.auto()
+    FENCED = enum.auto()
+    PROVING = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """An engine beside the server; `reason` says why it is fenced or away.
+
+    Attributes:
+        warnings: What makes its vLLM less safe than it need be.
+        name: The file name of its socket without `.sock`, or how the server was told to make it;
+            empty: the server is an earlier one, which tells nothing of what follows either.
+        live_version: What every rank serves; 0: not known.
+        rollback_version: What a rollback of this engine would go to; 0: none.
+        rollback_resident: That lies in memory, and where versions are loaded, loaded.
+        apply_id: Apply in progress; empty: none.
+    """
+
+    state: EngineState
+    reason: str
+    engine_id: str
+    vllm_version: str
+    kind: str
+    ranks: tuple[RankResult, ...]
+    capabilities: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    name: str = ""
+    live_version: int = 0
+    live_content_digest: str = ""
+    rollback_version: int = 0
+    rollback_resident: bool = False
+    apply_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProof:
+    """Whether every rank's live parameters hold exactly the version, on the engine so named."""
+
+    engine: str
+    verified: bool
+    version: int
+    ranks: tuple[RankResult, ...]
+    absent: str = ""
+    """Why it was not asked: it serves nothing, and counts for nothing in the whole."""
 
 
 class Durability(enum.StrEnum):
@@ -188,7 +282,7 @@ class PushResult:
     base_version: int = 0
     changed_fraction: float | None = None
     dense_bytes: int = 0
-    way: Way = Way.STREAM
+    way: TransferPath = TransferPath.STREAM
     way_reason: Streamed | str = ""
     cast: int = 0
     other_run: str = ""
@@ -472,3 +566,119 @@ class Status:
     invariant_violations: dict[str, int] = field(default_factory=dict)
     ingest_processes: int = 0
     disks: tuple[DiskStatus, ...] = ()
+
+
+class FleetOrder(enum.StrEnum):
+    """How the hosts of a fleet change over: all at one decision, or wave by wave."""
+
+    BARRIER = enum.auto()
+    ROLLING = enum.auto()
+    #: Nobody knows any more, of an apply that was long ago.
+    UNSPECIFIED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMemberReport:
+    """How far one member has come with an apply.
+
+    Attributes:
+        name: Its name.
+        wave: Number of the decision that lets it go on, from 1.
+        prepared: The version lies ready on every rank.
+        ready: It stands still, in a barrier.
+        done: The version is live.
+        reason: What it could not do, and why; empty: nothing failed.
+    """
+
+    name: str
+    wave: int
+    prepared: bool
+    ready: bool
+    done: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    """What a fleet has decided, and how far its members have come.
+
+    Attributes:
+        apply: Number of the apply in the fleet.
+        version: The version that it was about.
+        content_digest: Digest of its content.
+        decision: COMMIT, ABORT, or empty while it is not decided.
+        reason: Why, where it is ABORT.
+        order: How the members change over.
+        decisions: How many were made.
+        decisions_needed: How many it takes: one a wave, and one more of a rolling apply.
+        members: Every member of it, in the order of their names.
+        rollback_reason: Why a rollback was asked for; empty: it is none, or its caller did not say.
+        fenced_others: Members that are fenced now and no part of it, in the order of their names.
+    """
+
+    apply: int
+    version: int
+    content_digest: str
+    decision: str
+    reason: str
+    order: FleetOrder
+    decisions: int
+    decisions_needed: int
+    members: tuple[FleetMemberReport, ...]
+    rollback_reason: str = ""
+    fenced_others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMemberStatus:
+    """A member, as it says of itself.
+
+    Attributes:
+        name: Its name.
+        address: Where its server listens.
+        live_version: What its engines hold; 0: nothing, or different versions.
+        content_digest: Digest of that.
+        state: serving, paused or fenced.
+        release: Of its server; empty: one that does not say.
+        older: It is of an older release than the member that answers: plans that only newer ones
+            can read, it refuses.
+        reason: Why it serves nothing, where it is fenced: one sentence, cut after 200 bytes.
+    """
+
+    name: str
+    address: str
+    live_version: int
+    content_digest: str
+    state: str
+    release: str = ""
+    older: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    """The state of a fleet.
+
+    Attributes:
+        fleet: Its name.
+        register: Where it decides.
+        member: Name of the member that answers.
+        members: Those that are there, in the order of their names.
+        newest: The newest apply; None: there was none yet.
+        decided_version: What every member is to serve; 0: nothing was decided.
+        decided_digest: Digest of that.
+        skew: By how many commits the member that is furthest behind is behind.
+        undecided: Members that stand still and do not know the decision.
+        read_age_s: How long ago the answering member read the register; None: not since it started.
+    """
+
+    fleet: str
+    register: str
+    member: str
+    members: tuple[FleetMemberStatus, ...]
+    newest: FleetReport | None
+    decided_version: int
+    decided_digest: str
+    skew: int
+    undecided: int
+    read_age_s: float | None

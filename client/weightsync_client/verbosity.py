@@ -1,7 +1,7 @@
 """Keeps gRPC's log out of what the command `weightsync` prints.
 
-gRPC reads GRPC_VERBOSITY when it is imported, before a function of the command can run. So the
-package imports this first. A program that uses the library decides for itself.
+gRPC reads GRPC_VERBOSITY when it is imported, so the package imports this first. A program that
+uses the library decides for itself.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-
-__all__: list[str] = []
 
 _command = Path(next(iter(sys.argv), "")).name
 if _command == "weightsync" and os.environ.get("WEIGHTSYNC_LOG_LEVEL") != "DEBUG":

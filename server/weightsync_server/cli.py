@@ -19,7 +19,7 @@ try:
     from pydantic import ValidationError
     from pydantic_settings import CliApp, SettingsError
 
-    from weightsync_server.settings import Settings
+    from weightsync_server.flags import Flags
 except ModuleNotFoundError as error:
     # This is a program, whose import is its start.
     if not (absent := missing_package(error, "weightsync-server")):
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from weightsync_server.app import App
-    from weightsync_server.node_host.node_server import NodeServer
+    from weightsync_server.replicate.node_server import NodeServer
+    from weightsync_server.settings import Settings
 
-__all__ = ["main"]
 
 logger = logging.getLogger("weightsync_server")
 
@@ -60,7 +60,7 @@ def main() -> None:
         print(__version__)
         return
     try:
-        settings = CliApp.run(Settings, cli_args=arguments)
+        settings = CliApp.run(Flags, cli_args=arguments).tree
     except ValidationError as error:
         for problem in error.errors():
             sys.stderr.write(f"weightsync-server: {_sentence(problem)}\n")
@@ -158,7 +158,7 @@ async def _started(app: App | NodeServer, asked: asyncio.Event) -> bool:
 
 def _made(settings: Settings, engine_args: list[str]) -> App | NodeServer:
     # After the settings are good: importing grpc takes as long as everything before.
-    if settings.node_of:
+    if settings.replica.head:
         return _node_server(settings)
     from weightsync_server.app import App
 
@@ -166,13 +166,14 @@ def _made(settings: Settings, engine_args: list[str]) -> App | NodeServer:
 
 
 def _node_server(settings: Settings) -> NodeServer:
-    from weightsync_server.auth.client_tls import ClientTls
-    from weightsync_server.follow.grpc_origin import OriginAccess
-    from weightsync_server.node_host.node_server import NodeOptions, NodeServer
+    from weightsync_server.auth.tls import ClientTls
+    from weightsync_server.replicate.grpc_source import OriginAccess
+    from weightsync_server.replicate.node_server import NodeServer
 
-    tls = ClientTls(settings.follow_ca, settings.follow_cert, settings.follow_key, "the head")
-    head = OriginAccess(settings.node_of, tls, settings.follow_token_file)
-    return NodeServer(NodeOptions(head, settings.node_rank, settings.segment_socket))
+    node = settings.replica
+    tls = ClientTls(node.ca, node.certificate, node.key, "the head")
+    head = OriginAccess(node.head, tls, node.token_file)
+    return NodeServer(head, node.rank, settings.paths.segment_socket)
 
 
 async def _until_end(app: App | NodeServer, asked: asyncio.Event) -> str:

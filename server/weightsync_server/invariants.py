@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from weightsync.v1 import weightsync_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-
-    from weightsync_server.catalog.epochs import Epochs
-    from weightsync_server.catalog.table import VersionTable
-    from weightsync_server.ops.metrics import Metrics
-    from weightsync_server.residency.segments import SegmentAllocator
-    from weightsync_server.residency.slot_pool import SlotPool
-    from weightsync_server.store.protocol import Store
-
-__all__ = ["InvariantMonitor", "count_lost"]
+from weightsync_server.model import Model
+from weightsync_server.ops.metrics import Metrics
+from weightsync_server.ops.tasks import cancel_tasks
+from weightsync_server.store.protocol import Store
 
 logger = logging.getLogger(__name__)
 
@@ -30,30 +21,16 @@ _EVERY_S = 30.0
 class InvariantMonitor:
     """Counts a violation once, when two looks in a row see the same: work is between two steps.
 
-    Args:
-        table: The versions of the one model.
-        epochs: Who may write them.
-        slots: Where their bytes lie.
-        segments: Has the budget of their memory.
-        metrics: Where violations are counted.
-        late: Each yields a sentence for everything that goes on past its bound.
+    Each of `late` yields a sentence for everything that goes on past its bound.
     """
 
     def __init__(
         self,
-        table: VersionTable,
-        epochs: Epochs,
-        slots: SlotPool,
-        segments: SegmentAllocator,
+        model: Model,
         metrics: Metrics,
         late: Sequence[Callable[[], Iterable[str]]] = (),
     ) -> None:
-        self._late = late
-        self._table = table
-        self._epochs = epochs
-        self._slots = slots
-        self._segments = segments
-        self._metrics = metrics
+        self._model, self._metrics, self._late = model, metrics, late
         self._contents: dict[int, str] = {}
         self._epoch = 0
         self._suspected: set[tuple[str, str]] = set()
@@ -66,10 +43,7 @@ class InvariantMonitor:
 
     async def stop(self) -> None:
         """Look no more."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await cancel_tasks(self._task)
 
     def look(self) -> None:
         """Compare the parts of the server with each other and with the look before."""
@@ -93,8 +67,9 @@ class InvariantMonitor:
 
     def _wrong(self) -> Iterator[tuple[str, str, str]]:
         """Yield everything that must not be: label, what it is, and figures that may change."""
-        budget, epoch = self._segments.budget, self._epochs.newest
-        stray = budget.reserved - self._slots.reserved_bytes - self._segments.retired_bytes
+        slots, segments = self._model.slots, self._model.segments
+        budget, epoch = segments.budget, self._model.epochs.newest
+        stray = budget.reserved - slots.reserved_bytes - segments.retired_bytes
         if stray:
             yield "no_leak", "segments are reserved and in no slot", f": {stray} bytes"
         if budget.reserved > budget.limit:
@@ -111,7 +86,7 @@ class InvariantMonitor:
 
     def _changed(self) -> Iterator[tuple[str, str, str]]:
         committed = {}
-        for record in self._table.list():
+        for record in self._model.table.list():
             if record.durability != pb.DURABILITY_COMMITTED:
                 continue
             if record.commit is None:
@@ -134,7 +109,7 @@ class InvariantMonitor:
 
     def _twice(self) -> Iterator[tuple[str, str, str]]:
         first: dict[str, int] = {}
-        for record in self._table.list():
+        for record in self._model.table.list():
             key = record.commit.idempotency_key if record.commit is not None else ""
             other = first.setdefault(key, record.version)
             if key and other != record.version:
@@ -147,11 +122,8 @@ def count_lost(store: Store, known: Container[int], live: int, metrics: Metrics)
     Files are flushed before the record that names them, and a version before it is made live, so
     that no crash leaves this: somebody, or a disk, has taken it away.
 
-    Args:
-        store: The store, opened.
-        known: Committed versions that it has.
-        live: The version that was live and lay in this store; 0: none did.
-        metrics: Where violations are counted.
+    The `store` is opened, and `known` are the committed versions that it has. `live` is the version
+    that was live and lay in this store; 0: none did.
     """
     lost = list(store.lost)
     if live and live not in known:

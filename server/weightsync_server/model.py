@@ -2,61 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
-from weightsync_server.catalog.accepted_tensors import AcceptedTensors
-from weightsync_server.catalog.client_runs import ClientRuns
-from weightsync_server.catalog.commits import CommitService
+from weightsync_server.catalog.commits import CommitService, KnownLayouts
 from weightsync_server.catalog.engine_layouts import EngineLayouts
-from weightsync_server.catalog.epochs import Epochs
+from weightsync_server.catalog.epochs import ClientRuns, Epochs
 from weightsync_server.catalog.feed import ChangeFeed
-from weightsync_server.catalog.garbage_collector import GarbageCollector
-from weightsync_server.catalog.layout_cache import KnownLayouts
+from weightsync_server.catalog.garbage_collector import (
+    GarbageCollector,
+    Retention,
+    SurplusFound,
+    nothing,
+)
+from weightsync_server.catalog.layout_compatibility import LayoutCompatibility
 from weightsync_server.catalog.pins import Pins
 from weightsync_server.catalog.record import VersionRecord
-from weightsync_server.catalog.retention import Retention
 from weightsync_server.catalog.serving import ServingState
 from weightsync_server.catalog.table import VersionTable
-from weightsync_server.deltas import ChainLimits, Compactor, Materializer
-from weightsync_server.residency.adoption import CheckpointAdoption
-from weightsync_server.residency.eviction import EvictionPolicy
-from weightsync_server.residency.incoming import IncomingVersions
+from weightsync_server.catalog.version_events import (
+    EventBus,
+    LeaseEnded,
+    LiveReplaced,
+    SlotFreed,
+    SlotWanted,
+    VersionCommitted,
+)
+from weightsync_server.deltas import ChainSettings, Compactor, Materializer
+from weightsync_server.ops.settings_group import setting
+from weightsync_server.residency.adoption import CheckpointAdoption, OriginNumbers
 from weightsync_server.residency.orphans import OrphanReaper
-from weightsync_server.residency.segments import SegmentAllocator
+from weightsync_server.residency.segment_allocator import SegmentAllocator
 from weightsync_server.residency.slot_pool import SlotPool
 from weightsync_server.residency.stager import Stager
 from weightsync_server.store.disk_quota import DiskQuota
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from weightsync_server.store.protocol import Store
-    from weightsync_server.store.store_records import CommitRecord
-    from weightsync_server.workers.fetch.fetch_api import FetchApi
-
-__all__ = ["Model", "ModelLimits", "open_model"]
+from weightsync_server.store.protocol import Store
+from weightsync_server.store.store_records import CommitRecord
+from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 
 @dataclass(frozen=True)
-class ModelLimits:
-    """Bounds on one model.
+class ModelSettings:
+    """Settings of one model.
 
-    Attributes:
-        slots: Versions held in memory at once.
-        retention: Bounds on what the store keeps.
-        chains: Bounds on deltas in a row.
-        disk_floor_bytes: Free space of the store that no push may use.
-        reserved_version: Number kept for the engine's checkpoint: pushes that begin before it is
-            adopted get higher ones. 0: none.
+    The engine's checkpoint is the `reserved_version`: pushes that begin before it is adopted get
+    higher numbers; 0: none is reserved.
     """
 
-    slots: int = 2
+    slots: int = setting(2, "Versions held in memory. With 3, rollback is instant.", ge=2, le=16)
     retention: Retention = field(default_factory=Retention)
-    chains: ChainLimits = field(default_factory=ChainLimits)
-    disk_floor_bytes: int = 0
-    reserved_version: int = 0
+    chains: ChainSettings = field(default_factory=ChainSettings)
+    disk_floor_bytes: int = setting(
+        256 << 20, "Free space on the store's disk that pushes leave for journal and records.", ge=0
+    )
+    reserved_version: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,33 +64,10 @@ class Model:
     """All of one model. A committed version never changes; numbers only rise.
 
     State changes on the event loop only. Whoever needs one or two of the parts gets those.
-
-    Attributes:
-        store: Where committed versions are kept.
-        fetch: Does all work on bytes.
-        disk: Promises room in the store.
-        table: Which versions exist.
-        epochs: Who may write them.
-        runs: Which runs of clients they came from.
-        pins: What people decided about them, and which numbers were used.
-        serving: Which of them is live, and which may be.
-        commits: Makes them exist, and erases them.
-        layouts: Layouts that they share.
-        collector: Deletes them.
-        feed: Tells watchers of their changes.
-        accepted: Which tensors the engine takes.
-        engine_layouts: What the engines hold.
-        segments: Owns their memory.
-        slots: Who has it.
-        orphans: Drops those that are not committed.
-        materializer: Makes them in slots.
-        compactor: Keeps their chains short.
-        stager: Gives leases on them.
-        adoption: Makes one of the engine's checkpoint.
-        incoming: Announces those that still come in.
     """
 
     store: Store
+    events: EventBus
     fetch: FetchApi
     disk: DiskQuota
     table: VersionTable
@@ -102,7 +79,7 @@ class Model:
     layouts: KnownLayouts
     collector: GarbageCollector
     feed: ChangeFeed
-    accepted: AcceptedTensors
+    accepted: LayoutCompatibility
     engine_layouts: EngineLayouts
     segments: SegmentAllocator
     slots: SlotPool
@@ -111,7 +88,6 @@ class Model:
     compactor: Compactor
     stager: Stager
     adoption: CheckpointAdoption
-    incoming: IncomingVersions
 
     async def close(self) -> None:
         """End watches, finish deletions, give all memory back."""
@@ -128,37 +104,42 @@ async def open_model(
     store: Store,
     fetch: FetchApi,
     segments: SegmentAllocator,
-    limits: ModelLimits,
+    limits: ModelSettings,
     records: Iterable[CommitRecord],
+    needed_elsewhere: Callable[[], Awaitable[frozenset[str]]] = nothing,
+    origin: Callable[[], OriginNumbers | None] = lambda: None,
 ) -> Model:
     """Return a model with what the store holds of it.
 
-    Args:
-        name: Of the model.
-        store: Opened by the caller.
-        fetch: Does all work on bytes.
-        segments: Makes the memory of its versions; closed with the model.
-        limits: Bounds on it.
-        records: What the store holds. Those of other models are passed over.
+    The caller opens the `store`; `segments` are closed with the model. Records of other models are
+    passed over. `needed_elsewhere` is as in `GarbageCollector`, `origin` as in
+    `CheckpointAdoption`.
     """
-    model = _assembled(name, store, fetch, segments, limits)
+    model = _assembled(name, store, fetch, segments, limits, needed_elsewhere, origin)
     _join(model)
     await _load(model, records)
     return model
 
 
 def _assembled(
-    name: str, store: Store, fetch: FetchApi, segments: SegmentAllocator, limits: ModelLimits
+    name: str,
+    store: Store,
+    fetch: FetchApi,
+    segments: SegmentAllocator,
+    limits: ModelSettings,
+    needed_elsewhere: Callable[[], Awaitable[frozenset[str]]],
+    origin: Callable[[], OriginNumbers | None],
 ) -> Model:
-    durable = store.durable
     disk = DiskQuota(store, limits.disk_floor_bytes)
-    pins, epochs, layouts = Pins(name, store), Epochs(name, store), KnownLayouts()
-    table = VersionTable(name, pins, limits.reserved_version)
+    pins, layouts, events = Pins(name, store), KnownLayouts(), EventBus()
+    table = VersionTable(name, pins, events, limits.reserved_version)
     serving = ServingState(table, pins)
+    epochs = Epochs(name, store, partial(_catch_up, table, serving, store))
     commits = CommitService(table, epochs, pins, store, layouts, disk)
-    collector = GarbageCollector(table, serving, commits, limits.retention, disk)
-    eviction = EvictionPolicy(table, serving, commits, collector, durable=durable)
-    slots = SlotPool(limits.slots, segments, eviction.order, eviction.evict, durable=durable)
+    collector = GarbageCollector(table, serving, commits, limits.retention, disk, needed_elsewhere)
+    slots = SlotPool(
+        limits.slots, segments, table, serving, commits, collector, durable=store.durable
+    )
     orphans = OrphanReaper(table, serving, slots, commits, store, collector.spawn)
     materializer = Materializer(store, slots, segments, fetch)
     compactor = Compactor(
@@ -185,6 +166,7 @@ def _assembled(
     )
     return Model(
         store=store,
+        events=events,
         fetch=fetch,
         disk=disk,
         table=table,
@@ -196,7 +178,7 @@ def _assembled(
         layouts=layouts,
         collector=collector,
         feed=ChangeFeed(table),
-        accepted=AcceptedTensors(table, commits),
+        accepted=LayoutCompatibility(table, commits),
         engine_layouts=EngineLayouts(),
         segments=segments,
         slots=slots,
@@ -204,32 +186,30 @@ def _assembled(
         materializer=materializer,
         compactor=compactor,
         stager=stager,
-        adoption=CheckpointAdoption(table, commits, slots, stager, orphans, store, fetch),
-        incoming=IncomingVersions(segments),
+        adoption=CheckpointAdoption(table, commits, slots, stager, orphans, store, fetch, origin),
     )
 
 
 def _join(model: Model) -> None:
     """Lead back up what parts tell those that are above them."""
-    model.table.on_free.append(model.slots.wake)
-    model.serving.on_replaced = model.orphans.settle
-    model.commits.on_commit = model.collector.collect
-    model.collector.on_surplus = model.compactor.consider
-    model.slots.on_unleased = model.orphans.settle
-    model.slots.on_wait = model.compactor.stand_back
-    model.epochs.catch_up = partial(_catch_up, model)
+    events, orphans, compactor = model.events, model.orphans, model.compactor
+    events.on(SlotFreed, lambda _: model.slots.wake())
+    events.on(LiveReplaced, lambda event: orphans.settle(event.record))
+    events.on(LeaseEnded, lambda event: orphans.settle(event.record))
+    events.on(VersionCommitted, lambda _: model.collector.collect())
+    events.on(SurplusFound, lambda event: compactor.consider(event.surplus, event.most_carried))
+    events.on(SlotWanted, lambda _: compactor.stand_back())
 
 
-async def _catch_up(model: Model) -> None:
+async def _catch_up(table: VersionTable, serving: ServingState, store: Store) -> None:
     """Take up what other servers have committed to the same store."""
-    table = model.table
-    for commit in await model.store.committed_elsewhere(table.name):
+    for commit in await store.committed_elsewhere(table.name):
         if table.find(commit.version) is None:
             record = VersionRecord.committed(commit)
-            record.base = table.find(commit.base_version)
+            record.base_on(table.find(commit.base_version))
             table.add(record)
-    if not model.store.local:
-        await model.serving.read_marks()
+    if not store.local:
+        await serving.read_marks()
 
 
 async def _load(model: Model, records: Iterable[CommitRecord]) -> None:
@@ -242,5 +222,5 @@ async def _load(model: Model, records: Iterable[CommitRecord]) -> None:
     await model.pins.open()
     for record in loaded:
         base = record.commit.base_version if record.commit else 0
-        record.base = table.find(base)
+        record.base_on(table.find(base))
         model.serving.restore_marks(record)

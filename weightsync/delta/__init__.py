@@ -1,16 +1,23 @@
 """The lossless delta codec: what differs between two versions, in about a byte per changed value.
 
-Needs the base's bytes and nothing else of it: `docs/delta-format.md` specifies the format. Encoding
+Needs the base's bytes and nothing else of it: `docs/reference/delta-format.md` specifies the
+format. Encoding
 and decoding release the GIL in their heavy parts.
 """
 
 from __future__ import annotations
 
+from weightsync.delta.coding import DeltaError
 from weightsync.delta.decoder import ElementUpdate, apply_change, decode_tensor, patch
-from weightsync.delta.delta_errors import DeltaError
-from weightsync.delta.delta_shard import ShardDelta, TensorChange, parse_shard
-from weightsync.delta.dense_shard import DenseDelta, DenseTensor
+from weightsync.delta.delta_shard import (
+    DenseDelta,
+    DenseTensor,
+    ShardDelta,
+    TensorChange,
+    parse_shard,
+)
 from weightsync.delta.encoder import (
+    Changes,
     EncodedShard,
     Encoder,
     Item,
@@ -19,7 +26,6 @@ from weightsync.delta.encoder import (
     WholeTensor,
     encode_shard,
 )
-from weightsync.delta.found_changes import Changes
 from weightsync.delta.kernels import warm_up
 
 __all__ = [

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightsync.delta.coding import Positions, Values
-from weightsync.delta.compression import unpack
-from weightsync.delta.delta_errors import Broken, DeltaError, invalid
+from weightsync.delta.coding import Broken, DeltaError, Positions, Values, invalid, unpack
 from weightsync.delta.kernels import chosen
 from weightsync.errors import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
 
+    from weightsync.delta.coding import Bytes, Indices, Words
     from weightsync.delta.delta_shard import Plane, TensorChange
-    from weightsync.delta.kernels.shapes import Bytes, Indices, Words
-
-__all__ = ["ElementUpdate", "apply_change", "decode_tensor", "patch"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,36 +1,32 @@
-"""The manifest of a delta shard: written and read without a copy, every bound checked.
-
-`docs/delta-format.md` specifies every byte.
-"""
+"""The manifest of a delta shard, as `docs/reference/delta-format.md` has it; bounds are checked."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from weightsync.delta.coding import (
+    Broken,
     Coding,
     Counts,
     Positions,
     Values,
     check_counts,
+    corrupt,
     element_width,
+    invalid,
+    pack_text,
     plane_sizes,
     total_bytes,
+    unfit,
+    unpack,
 )
-from weightsync.delta.compression import pack_text, unpack
-from weightsync.delta.delta_errors import Broken, corrupt, invalid, unfit
 from weightsync.model.digest import DIGEST_BYTES
 from weightsync.model.dtypes import DTYPES
 from weightsync.model.layout import MAX_DIMS, MAX_NAME_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-__all__ = ["CHECK_BYTES", "DeltaManifest", "Record", "read_manifest", "write_manifest"]
 
 MAGIC = b"WSD1"
 CHECK_BYTES = 8
@@ -42,18 +38,10 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One changed tensor.
+    """One changed tensor; `digest` is the xxh3-128 of its full new bytes.
 
-    Attributes:
-        name: Its name in the checkpoint.
-        dtype: safetensors dtype name.
-        shape: Dimensions in elements.
-        digest: xxh3-128 of its full new bytes.
-        coding: How it is coded.
-        counts: What the sizes follow from.
-        stored: Bytes of each plane as stored, positions first.
-        packed: Which planes are zstd frames.
-        checks: xxh3-64 of the stored positions and of the stored values.
+    `stored` has the size of each plane as stored, in bytes, positions first; `packed` tells which
+    are zstd frames; `checks` are the xxh3-64 of the stored positions and of the stored values.
     """
 
     name: str
@@ -71,11 +59,8 @@ class Record:
 class DeltaManifest:
     """What one delta shard holds, and of which base.
 
-    Attributes:
-        index: Index of the shard in its push.
-        base_content_digest: Of the version that the delta changes; 32 hexadecimal digits.
-        layout_digest: Of the canonical layout of both versions; 32 hexadecimal digits.
-        records: The changed tensors in the order of their names' UTF-8.
+    Both digests have 32 hexadecimal digits: of the base's content, and of the canonical layout of
+    both versions. `records` are in the order of their names' UTF-8.
     """
 
     index: int
@@ -268,15 +253,9 @@ def _records(stored: memoryview, size: int, count: int) -> memoryview:
 def read_manifest(
     data: memoryview, expect: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> DeltaManifest:
-    """Return what `write_manifest` wrote, all of it checked against the base's tensors.
+    """Return what `write_manifest` wrote, checked against every tensor of the base.
 
-    Args:
-        data: All bytes of the manifest.
-        expect: Dtype and shape of every tensor of the base, by name.
-
-    Raises:
-        DeltaError: SHARD_INVALID, DIGEST_MISMATCH, or LAYOUT_INVALID for other tensors than the
-            base's.
+    Raises DeltaError: SHARD_INVALID, DIGEST_MISMATCH, or LAYOUT_INVALID for tensors not the base's.
     """
     if len(data) < _HEAD.size + CHECK_BYTES or data[: len(MAGIC)] != MAGIC:
         raise invalid("the shard's manifest does not begin as one of a delta")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
 
 __all__ = [
     "ATTACH",
@@ -251,15 +249,12 @@ class UpdateFeed(Protocol):
 
     def watch(self) -> AsyncGenerator[WaitingUpdate, None]:
         """Yield each update that waits; while nobody does this, the engine begins none."""
-        ...
 
     async def offer(self, update_id: str, segment_socket: str, offer_id: str) -> list[str]:
         """Send read-only descriptors of an update's files over the segment socket."""
-        ...
 
     async def end(self, update_id: str, version: int, error: str) -> None:
         """Answer the trainer: the engine serves the update as `version`, or not, for a reason."""
-        ...
 
 
 class Engine(Protocol):
@@ -268,11 +263,9 @@ class Engine(Protocol):
     @property
     def updates(self) -> UpdateFeed | None:
         """What it receives by itself; None: nothing, or it does not tell WEIGHT_UPDATES."""
-        ...
 
     async def hello(self) -> EngineInfo:
         """Compare protocol versions and tell what the engine is."""
-        ...
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         """Return when generation stands still; the pause ends by itself after `lease_s`.
@@ -281,38 +274,30 @@ class Engine(Protocol):
         otherwise. With FENCE it generates nothing until a later `resume`, refuses requests, and
         tells the open apply in `hello` and `health`.
         """
-        ...
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
         """Prolong a lease to `lease_s` seconds from now."""
-        ...
 
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         """Start generation on a version that every rank holds; returns whether a label was set."""
-        ...
 
     async def switch(self, order: SwitchOrder) -> SwitchOutcome:
         """Change the version between two steps; only with the capability `between_steps`.
 
         No step is taken on anything but one version that every rank is proved to hold.
         """
-        ...
 
     async def fence(self, reason: str) -> None:
         """Keep the engine paused and refuse requests until `resume`."""
-        ...
 
     async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Run one of our worker methods on every rank; one reply per rank, in order."""
-        ...
 
     async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
         """Send descriptors of the engine's checkpoint files over the segment socket."""
-        ...
 
     async def health(self) -> EngineHealth:
         """Tell how the engine is."""
-        ...
 
     async def serve_for(self, seconds: float | None) -> None:
         """Let the engine serve for so long; then, unless called again, it fences itself.
@@ -323,8 +308,6 @@ class Engine(Protocol):
         Args:
             seconds: From now; 0 or less: it is over. None: for as long as nobody says otherwise.
         """
-        ...
 
     async def close(self) -> None:
         """Let go of the engine; it goes on running unless this process hosts it."""
-        ...

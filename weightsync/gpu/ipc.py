@@ -9,20 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = [
-    "Device",
-    "DeviceError",
-    "Place",
-    "device_of",
-    "device_with",
-    "place_of",
-]
+from typing import NamedTuple
 
 #: CU_IPC_HANDLE_SIZE
 _HANDLE_BYTES = 64
@@ -104,10 +93,7 @@ class DeviceError(Exception):
 class Place(NamedTuple):
     """Where memory of this process lies, for another process on the host.
 
-    Attributes:
-        uuid: Of the device, 16 bytes.
-        handle: Opens the allocation, 64 bytes.
-        offset: Of the memory within it, bytes.
+    `uuid` (16 bytes) is the device's, `handle` (64) opens the allocation, `offset` is in bytes.
     """
 
     uuid: bytes
@@ -124,12 +110,10 @@ class _Imports:
         self._places: dict[int, list[Place]] = {}
 
     def add(self, base: int, place: Place) -> None:
-        """Take note of one that was opened."""
         with self._lock:
             self._places.setdefault(base, []).append(place)
 
     def remove(self, base: int) -> None:
-        """Take note of one that is about to be closed."""
         with self._lock:
             self._places[base].pop()
             if not self._places[base]:
@@ -152,16 +136,14 @@ def _driver() -> ctypes.CDLL:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
     except (OSError, AttributeError) as error:
-        msg = f"there is no CUDA driver ({error})"
-        raise DeviceError(msg) from None
+        raise DeviceError(f"there is no CUDA driver ({error})") from None
     return library
 
 
 def _call(name: str, *arguments: object) -> None:
     code = getattr(_driver(), name)(*arguments)
     if code != _OK:
-        msg = f"{name} answered {code}"
-        raise DeviceError(msg)
+        raise DeviceError(f"{name} answered {code}")
 
 
 def _uuid(ordinal: int) -> bytes:
@@ -175,14 +157,9 @@ def place_of(address: int, known: dict[int, Place] | None = None) -> Place:
     """Return where device memory lies, also what this process has of another one.
 
     The calling thread must be at work on its device, as it is after any call of PyTorch's for it.
-
-    Args:
-        address: On the device, in this process.
-        known: Allocations that were found before, by their addresses; none of them may have been
-            freed since. Gets this one. To ask the driver takes longer than all else.
-
-    Raises:
-        DeviceError: It cannot be shared, as what `expandable_segments` allocates cannot.
+    `known` has allocations by their addresses, none of them freed since, and gets this one: asking
+    the driver takes longer than all else. Raises DeviceError when it cannot be shared, as what
+    `expandable_segments` allocates cannot.
     """
     base, size = ctypes.c_uint64(), _Size()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
@@ -203,11 +180,7 @@ def _place_of_allocation(base: int) -> Place:
 
 
 def device_with(address: int) -> Device:
-    """Return the device of memory of this process; see `place_of`.
-
-    Raises:
-        DeviceError: The address is not on a device.
-    """
+    """Return the device of memory of this process; DeviceError: it is not on one."""
     ordinal = ctypes.c_int()
     _call("cuPointerGetAttribute", ctypes.byref(ordinal), _ORDINAL, address)
     return device_of(_uuid(ordinal.value))
@@ -220,8 +193,7 @@ _making = threading.Lock()
 def device_of(uuid: bytes) -> Device:
     """Return a device of this process, its context made; the first call takes a second.
 
-    Raises:
-        DeviceError: The process sees no such device, or the device has no room for a context.
+    Raises DeviceError when there is no such device, or no room for a context.
     """
     with _making:
         return _device(uuid)
@@ -235,20 +207,13 @@ def _device(uuid: bytes) -> Device:
     for ordinal in range(count.value):
         if _uuid(ordinal) == uuid:
             return Device(ordinal)
-    msg = f"it is none of the {count.value} devices that this process sees"
-    raise DeviceError(msg)
+    raise DeviceError(f"it is none of the {count.value} devices that this process sees")
 
 
 class Device:
     """One device: what other processes hold there comes to memory of this one.
 
-    Every method may be called by any thread.
-
-    Args:
-        ordinal: Its number in this process.
-
-    Attributes:
-        ordinal: As given.
+    Any thread may call. `ordinal` is its number in this process.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -267,8 +232,7 @@ class Device:
         self._enter()
         code = _driver().cuMemHostRegister_v2(_address(view), view.nbytes, _PORTABLE)
         if code not in (_OK, _REGISTERED):
-            msg = f"cuMemHostRegister answered {code}"
-            raise DeviceError(msg)
+            raise DeviceError(f"cuMemHostRegister answered {code}")
 
     def unregister(self, view: memoryview) -> None:
         """Let go of it, before it is unmapped."""
@@ -299,11 +263,6 @@ class Device:
                 _call("cuIpcCloseMemHandle", address)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Queue a copy from one address on a device to another one, on a stream of this one.
-
-        Raises:
-            DeviceError: The driver refused it.
-        """
         self._enter()
         _call("cuMemcpyAsync", target, source, size, stream)
 
@@ -322,11 +281,7 @@ class Device:
 
 
 class Stream:
-    """Copies that are done in order, beside whatever else the device does; for one thread.
-
-    Args:
-        stream: The driver's.
-    """
+    """Copies that are done in order, beside whatever else the device does; for one thread."""
 
     def __init__(self, stream: ctypes.c_void_p) -> None:
         self._stream = stream
@@ -336,14 +291,10 @@ class Stream:
         _call("cuMemcpyDtoHAsync_v2", _address(view), source, view.nbytes, self._stream)
 
     def copy_rows(self, view: memoryview, stride: int, source: int, run: int, rows: int) -> None:
-        """Begin to fill rows of a registered view, which lie apart, with rows on the device.
+        """Begin to fill rows of a registered view with contiguous rows on the device.
 
-        Args:
-            view: Begins with the first row.
-            stride: Bytes from one row to the next in it.
-            source: Address of the first row on the device; the others follow at once.
-            run: Bytes of a row.
-            rows: How many there are.
+        `view` begins with the first row; each row begins `stride` bytes after the one before.
+        `source` is the address of the first row on the device; `run` is the bytes of a row.
         """
         copy = _Copy2D(src_type=_DEVICE_MEMORY, src_device=source, src_pitch=run)
         copy.dst_type, copy.dst_host, copy.dst_pitch = _HOST_MEMORY, _address(view), stride

@@ -1,7 +1,7 @@
 """A checkpoint folder, read in one way by all: its index decides which file a tensor comes from.
 
-A folder without an index is all of its files, and then none may hold what another holds. Who reads:
-a client that pushes one, the server's HTTP API, and vLLM's part, which offers what vLLM loaded.
+A folder without an index is all of its files, and then none may hold what another holds. What is
+no whole checkpoint is refused by file as REQUEST_INVALID, SHARD_INVALID or LAYOUT_INVALID.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Never
 
-from weightsync.errors import Reason, WeightSyncError
+from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.model.layout import (
     MAX_HEADER_BYTES,
     build_header,
@@ -27,23 +27,51 @@ from weightsync.model.layout import (
     parse_header,
 )
 from weightsync.model.manifest import Layout, ShardEntry, TensorEntry
-from weightsync.model.memory_file import in_memory
-
-__all__ = [
-    "INDEX",
-    "MAX_INDEX_BYTES",
-    "CheckpointFile",
-    "CheckpointFolder",
-    "open_checkpoint",
-    "packed",
-    "read_file",
-    "read_header",
-    "read_index",
-    "read_layout",
-    "shown",
-]
+from weightsync.process_limits import available_bytes, memory_remedy
 
 logger = logging.getLogger(__name__)
+
+
+#: Bytes that the kernel copies in one call.
+_PIECE = 1 << 30
+
+
+def in_memory(header: bytes, fd: int, ranges: Sequence[tuple[int, int]], what: str) -> int:
+    """Return a descriptor of a safetensors file in memory, which the caller closes.
+
+    The length of `header` is a multiple of 8 bytes. `ranges` has begin and end of the data in `fd`,
+    in their order; `what` names the file in the error, MEMORY_EXHAUSTED.
+    """
+    size = sum(end - begin for begin, end in ranges)
+    if size > (free := available_bytes()):
+        raise WeightSyncError(
+            Reason.MEMORY_EXHAUSTED,
+            f"{what} takes {size} bytes of memory while it is read, and {free} are there; free as "
+            "much",
+        )
+    with contextlib.ExitStack() as undo:
+        try:
+            copy = os.memfd_create("weightsync-checkpoint")
+            undo.callback(os.close, copy)
+            os.write(copy, len(header).to_bytes(8, "little") + header)
+            for begin, end in ranges:
+                _append(copy, fd, begin, end)
+        except OSError as error:
+            remedy = memory_remedy(error, "it needs as much memory as its files")
+            raise WeightSyncError(
+                Reason.MEMORY_EXHAUSTED, f"{what} cannot be read: {error}; {remedy}"
+            ) from error
+        undo.pop_all()
+    return copy
+
+
+def _append(copy: int, fd: int, begin: int, end: int) -> None:
+    while begin < end:
+        count = os.sendfile(copy, fd, begin, min(_PIECE, end - begin))
+        if not count:
+            raise OSError(errno.EIO, "it became shorter")
+        begin += count
+
 
 INDEX = "model.safetensors.index.json"
 #: Of an index: 128 bytes for each of two million tensors.
@@ -61,13 +89,8 @@ _WHOLE = "give the folder once it is completely written"
 class CheckpointFile:
     """One safetensors file, open, its header checked.
 
-    Attributes:
-        name: Of the file, without a folder.
-        size: In bytes, when it was opened.
-        fd: Its descriptor; -1: it was closed.
-        entry: The shard that it is.
-        tensors: What it holds, in the order of the bytes.
-        stamp: How long it was and when it was written, in nanoseconds, before it was read.
+    `fd` is -1 once it was closed; `tensors` are in the order of their bytes. `stamp` has the length
+    and the time of the last write, in nanoseconds, from before it was read.
     """
 
     name: str
@@ -79,20 +102,12 @@ class CheckpointFile:
 
     @property
     def unchanged(self) -> bool:
-        """Whether nobody has written it since it was opened."""
         return _stamp(self.fd) == self.stamp
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The files of one checkpoint, open until `close`, sorted by name.
-
-    Attributes:
-        files: They.
-        index: Which file holds which tensor, as the folder's index says; empty: it has none.
-        close: Closes every file.
-        index_name: How the index is named.
-    """
+    """The files of one checkpoint, open until `close`, sorted by name; `index` may be empty."""
 
     files: tuple[CheckpointFile, ...]
     index: Mapping[str, str]
@@ -117,20 +132,13 @@ class CheckpointFolder:
                 yield f"{self.index_name} places {shown(tensor)} in {shown(file)}, {found}"
 
     def check_index(self) -> None:
-        """Refuse an index that says of a file what the file does not hold.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID, naming both files and the tensor.
-        """
         for wrong in self.wrong_entries():
             raise WeightSyncError(Reason.LAYOUT_INVALID, f"{_WHOLE}: {wrong}")
 
     def chosen(self) -> tuple[tuple[TensorEntry, ...], ...]:
         """Return what is taken from each file: each tensor once, from where the index says.
 
-        Raises:
-            WeightSyncError: LAYOUT_INVALID: two files hold a tensor, and no index tells which one
-                counts; both are named.
+        Without an index, a tensor in two files is refused.
         """
         copies = {name: files for name, files in self.holders.items() if len(files) > 1}
         if not copies:
@@ -160,17 +168,9 @@ def open_checkpoint(
 ) -> CheckpointFolder:
     """Return the checkpoint in an open folder; the caller closes it.
 
-    Args:
-        folder: Descriptor of the folder.
-        names: The files; None: those of the folder's index, or all `.safetensors` files.
-        links: Files may be links, as in the cache of a hub; False: none is followed.
-        keep_open: Files stay open; False: each is closed when its header was read, for a process
-            may have fewer descriptors than a checkpoint has files.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID, SHARD_INVALID or LAYOUT_INVALID: the folder holds no whole
-            checkpoint; the sentence names the file.
-        OSError: The system fails.
+    `names` of None are those of the folder's index, or all `.safetensors` files. With `links` files
+    may be links, as in the cache of a hub; else none is followed. Without `keep_open` each file is
+    closed when its header was read, to need fewer descriptors.
     """
     index = read_index(folder, links=links) if names is None else {}
     chosen = sorted(set(names or index.values())) or _all_files(folder)
@@ -192,17 +192,7 @@ def open_checkpoint(
 
 
 def read_index(folder: int, name: str = INDEX, *, links: bool = True) -> Mapping[str, str]:
-    """Return which file holds which tensor, as a folder's index says; empty: it has none.
-
-    Args:
-        folder: Descriptor of the folder.
-        name: Of the index.
-        links: It may be a link.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID: it is no index, or names what is no file of its folder.
-        OSError: The system fails.
-    """
+    """Return which file holds which tensor, as a folder's index says; empty: it has none."""
     if name not in os.listdir(folder):
         return {}
     with os.fdopen(_opened(name, folder, {}, links=links), "rb") as file:
@@ -227,18 +217,7 @@ def read_index(folder: int, name: str = INDEX, *, links: bool = True) -> Mapping
 
 
 def read_file(name: str, fd: int, at: int = 0, size: int | None = None) -> CheckpointFile:
-    """Return an open safetensors file, its header checked.
-
-    Args:
-        name: For sentences and the shard.
-        fd: Its descriptor; it is neither moved nor closed.
-        at: Index of the shard that it is.
-        size: In bytes; default: what it has now.
-
-    Raises:
-        WeightSyncError: SHARD_INVALID, LAYOUT_INVALID: it is no whole safetensors file.
-        OSError: The system fails.
-    """
+    """Return shard `at` of an open file, its header checked; `fd` is neither moved nor closed."""
     stamp = _stamp(fd)
     size = stamp[0] if size is None else size
     header = read_header(name, fd, size)
@@ -255,12 +234,7 @@ def read_file(name: str, fd: int, at: int = 0, size: int | None = None) -> Check
 
 
 def read_header(name: str, fd: int, size: int) -> bytes:
-    """Return the header of an open safetensors file, which may be wrong.
-
-    Raises:
-        WeightSyncError: SHARD_INVALID: the file is too short for one.
-        OSError: The system fails.
-    """
+    """Return the header of an open safetensors file, which may be wrong."""
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
         header = os.pread(fd, length, 8)
@@ -274,14 +248,9 @@ def read_header(name: str, fd: int, size: int) -> bytes:
 
 
 def read_layout(files: Sequence[tuple[str, int, int]]) -> Layout:
-    """Return the layout of a version of which each file is a shard; their sizes are what it says.
+    """Return the layout of a version of which each file is a shard.
 
-    Args:
-        files: Name, size in bytes and descriptor of each; they are neither moved nor closed.
-
-    Raises:
-        WeightSyncError: SHARD_INVALID, LAYOUT_INVALID: they are no whole safetensors files, or two
-            of them hold one tensor.
+    `files` has the name, size in bytes and descriptor of each, which is neither moved nor closed.
     """
     read: list[CheckpointFile] = []
     count = 0
@@ -294,15 +263,9 @@ def read_layout(files: Sequence[tuple[str, int, int]]) -> Layout:
 
 
 def packed(file: CheckpointFile, tensors: Sequence[TensorEntry], what: str) -> int:
-    """Return a descriptor of a file in memory that holds some tensors of another alone.
+    """Return a descriptor of a file in memory with only some tensors of another.
 
-    Args:
-        file: Where they are.
-        tensors: They, in the order of their bytes.
-        what: Whose it is, for the sentence.
-
-    Raises:
-        WeightSyncError: MEMORY_EXHAUSTED: there is no room for it.
+    `tensors` are in the order of their bytes; `what` names the file in errors.
     """
     header, _ = build_header((t.name, t.dtype, t.shape) for t in tensors)
     start = file.entry.data_start
@@ -322,8 +285,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            msg = f"it tells {shown(key)} twice"
-            raise _TwiceError(msg)
+            raise _TwiceError(f"it tells {shown(key)} twice")
         found[key] = value
     return found
 
@@ -333,7 +295,7 @@ def _opened(name: str, folder: int, index: Mapping[str, str], *, links: bool) ->
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise _refused(f"file name {shown(name)} is not UTF-8; rename the file") from None
+        raise invalid_request(f"file name {shown(name)} is not UTF-8; rename the file") from None
     try:
         if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=links).st_mode):
             raise _no_file(name, links=links)
@@ -353,24 +315,24 @@ def _not_opened(name: str, index: Mapping[str, str], error: OSError) -> Never:
     tensor = next((tensor for tensor, file in index.items() if file == name), None)
     says = f", which {INDEX} names for {shown(tensor)}" if tensor is not None else ""
     if error.errno == errno.ENOENT:
-        raise _refused(f"{shown(name)} does not exist here{says}; {_WHOLE}") from None
+        raise invalid_request(f"{shown(name)} does not exist here{says}; {_WHOLE}") from None
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
         raise _no_file(name, links=False) from None
-    raise _refused(
+    raise invalid_request(
         f"{shown(name)} cannot be opened: {error.strerror}{says}; let this process read it"
     ) from None
 
 
 def _no_file(name: str, *, links: bool) -> WeightSyncError:
     if links:
-        return _refused(f"{shown(name)} is no regular file; {_WHOLE}")
-    return _refused(f"{shown(name)} is a link or no regular file; no link is followed")
+        return invalid_request(f"{shown(name)} is no regular file; {_WHOLE}")
+    return invalid_request(f"{shown(name)} is a link or no regular file; no link is followed")
 
 
 def _all_files(folder: int) -> list[str]:
     found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not found:
-        raise _refused(
+        raise invalid_request(
             "there is no .safetensors file in the folder; give the folder that holds them, when "
             "they are written"
         )
@@ -382,11 +344,9 @@ def _is_file_name(name: object) -> bool:
 
 
 def _no_index(name: str, why: str) -> WeightSyncError:
-    return _refused(f"{name} is no index of safetensors files: {why}; write it anew or remove it")
-
-
-def _refused(sentence: str) -> WeightSyncError:
-    return WeightSyncError(Reason.REQUEST_INVALID, sentence)
+    return invalid_request(
+        f"{name} is no index of safetensors files: {why}; write it anew or remove it"
+    )
 
 
 def _twice(name: str, holders: Sequence[str], index: str) -> WeightSyncError:

@@ -7,25 +7,15 @@ forgery (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from typing_extensions import Buffer
 
-__all__ = [
-    "DIGEST_BYTES",
-    "TensorDigester",
-    "content_digest",
-    "content_head",
-    "lines_digest",
-    "signature_of",
-    "tensor_digest",
-]
 
 #: Length of every digest in bytes.
 DIGEST_BYTES = 16
@@ -37,10 +27,7 @@ TensorDigester = xxhash.xxh3_128
 
 
 def tensor_digest(data: Buffer) -> bytes:
-    """Return the 16-byte xxh3-128 of a contiguous buffer of any length.
-
-    The GIL is released while large buffers are read.
-    """
+    """Return the 16-byte xxh3-128 of a buffer; the GIL is released while large ones are read."""
     return xxhash.xxh3_128_digest(data)
 
 
@@ -59,21 +46,11 @@ def content_head(name: str, dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def content_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> str:
-    """Return the identity of a version, the same for every encoding of the same tensors.
-
-    Args:
-        tensors: Name, safetensors dtype, shape in elements and 16-byte digest of each tensor, in
-            any order.
-    """
+    """Return the identity of a version, the same for every encoding and order of its tensors."""
     ordered = sorted(tensors, key=lambda tensor: tensor[0].encode())
     return lines_digest(f"{content_head(*t[:3])} {t[3].hex()}" for t in ordered)
 
 
 def signature_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
-    """Return the digest of names, dtypes and shapes alone: what a load plan depends on.
-
-    Args:
-        tensors: Name, safetensors dtype and shape in elements, in the order of the names' UTF-8,
-            which is that of `str`.
-    """
+    """Return the digest of names, dtypes and shapes, which come in the order of the names."""
     return lines_digest(content_head(*tensor) for tensor in tensors)

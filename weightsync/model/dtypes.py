@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-__all__ = ["DTYPES", "DTYPE_BITS", "safetensors_dtype", "torch_dtype"]
 
 #: Bits per element of every dtype, and PyTorch's name; "": it has none whose elements are as many.
 #: Their order is that of a delta's code points: what is in use keeps its number for ever.

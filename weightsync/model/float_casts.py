@@ -6,26 +6,17 @@ a float64 what float32 makes of it is rounded again, as PyTorch does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
-
-__all__ = ["FLOATS", "NON_FINITE", "BitPattern", "CastRangeError", "cast_elements", "casts", "find"]
 
 
 class BitPattern(NamedTuple):
-    """Which words are no finite number.
-
-    Attributes:
-        width: Bytes of a word.
-        mask: Bits that are looked at.
-        value: What they are then.
-    """
+    """Words of `width` bytes that are no finite number: their bits under `mask` are `value`."""
 
     width: int
     mask: int
@@ -57,12 +48,7 @@ _NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
 class CastRangeError(ValueError):
-    """A finite value that the other dtype has no finite one for.
-
-    Args:
-        index: Its position among the elements.
-        value: What it is.
-    """
+    """A finite value, of the element `index`, that the other dtype has no finite one for."""
 
     def __init__(self, index: int, value: float) -> None:
         super().__init__(f"element {index} is {value:g}")
@@ -76,26 +62,15 @@ def casts(given: str, wanted: str) -> bool:
 
 
 def find(data: NDArray[np.uint8], dtype: str) -> int:
-    """Return the position of the first word that is no finite number; -1: all are.
-
-    Args:
-        data: Whole elements.
-        dtype: Theirs, one of `NON_FINITE`.
-    """
+    """Return the position of the first word of `dtype` that is no finite number; -1: all are."""
     found = _non_finite(data, dtype)
     return int(found.argmax()) if found.any() else -1
 
 
 def cast_elements(data: NDArray[np.uint8], given: str, wanted: str) -> NDArray[np.uint8]:
-    """Return elements of one dtype as those of another; see `casts`.
+    """Return whole elements of dtype `given` as `wanted`, for which see `casts`.
 
-    Args:
-        data: Whole elements.
-        given: Their dtype.
-        wanted: That of the result.
-
-    Raises:
-        CastRangeError: One is finite, and would not be any more.
+    Raises CastRangeError when a finite one would not stay finite.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         made = _cast(data, given, wanted)
@@ -119,7 +94,6 @@ def _non_finite(data: NDArray[np.uint8], dtype: str) -> NDArray[np.bool_]:
 
 
 def _wide(data: NDArray[np.uint8], dtype: str) -> NDArray[np.floating]:
-    """Return elements as floats of a dtype that NumPy has and that has all their values."""
     if dtype == "BF16":
         return (data.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
     return data.view(_NUMPY[dtype])

@@ -1,5 +1,6 @@
 """All checks on untrusted layouts and safetensors headers, and the making of headers.
 
+What layouts do wrong is LAYOUT_INVALID, and headers SHARD_INVALID, with the tensor and the reason.
 Format: https://github.com/huggingface/safetensors#format. Stricter than the safetensors package,
 which lets duplicate keys, a leading space, unknown inner keys and names with control characters
 through.
@@ -10,27 +11,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.dtypes import DTYPE_BITS
 from weightsync.model.manifest import Layout, ShardEntry, TensorEntry
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-__all__ = [
-    "MAX_DIMS",
-    "MAX_HEADER_BYTES",
-    "MAX_NAME_BYTES",
-    "MAX_TENSORS",
-    "build_header",
-    "check_count",
-    "check_header",
-    "check_shard",
-    "check_version",
-    "parse_header",
-]
 
 MAX_HEADER_BYTES = 8 << 20
 MAX_TENSORS = 2_000_000
@@ -94,15 +80,7 @@ def _check_tensor(tensor: TensorEntry) -> None:
 
 
 def check_shard(shard: ShardEntry, tensors: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
-    """Return the tensors in the order of their bytes; they cover the data section exactly.
-
-    Args:
-        shard: The shard's declared sizes in bytes.
-        tensors: Its tensors, in any order.
-
-    Raises:
-        WeightSyncError: LAYOUT_INVALID, naming the tensor and the reason.
-    """
+    """Return the tensors in the order of their bytes; they cover the data section exactly."""
     if not 2 <= shard.header_size <= MAX_HEADER_BYTES:
         raise _bad_layout(
             f"shard {_shown(shard.name)} has a header of {shard.header_size} bytes; "
@@ -134,21 +112,12 @@ def check_shard(shard: ShardEntry, tensors: Iterable[TensorEntry]) -> tuple[Tens
 
 
 def check_count(tensors: int) -> None:
-    """Refuse a version of too many tensors, before any work is done for them.
-
-    Raises:
-        WeightSyncError: LAYOUT_INVALID.
-    """
     if tensors > MAX_TENSORS:
         raise _bad_layout(f"the version holds {tensors} tensors; push at most {MAX_TENSORS}")
 
 
 def check_version(shards: Sequence[ShardEntry], groups: Sequence[Sequence[TensorEntry]]) -> Layout:
-    """Return the layout of a version from shards that `check_shard` has passed.
-
-    Raises:
-        WeightSyncError: LAYOUT_INVALID, for no tensor at all, too many, or one name twice.
-    """
+    """Return the layout of a version from shards that `check_shard` has passed."""
     check_count(sum(map(len, groups)))
     tensors = tuple(tensor for group in groups for tensor in group)
     if not tensors:
@@ -214,14 +183,8 @@ def _header_tensor(name: str, value: object, shard: int) -> TensorEntry:
 def parse_header(header: bytes | memoryview, shard: int = 0) -> list[TensorEntry]:
     """Return the tensors of a safetensors header, in the header's order.
 
-    Types are checked, ranges are not: pass the result to `check_shard`.
-
-    Args:
-        header: The JSON bytes, without the 8-byte length; at most 8 MiB.
-        shard: Index to put into the entries.
-
-    Raises:
-        WeightSyncError: SHARD_INVALID, naming what is wrong.
+    `header` is the JSON without its 8-byte length, at most 8 MiB. Ranges are not checked: pass the
+    result to `check_shard`. `shard` is the index to put into the entries.
     """
     if len(header) > MAX_HEADER_BYTES:
         raise _bad_header(f"the shard header has {len(header)} bytes; at most {MAX_HEADER_BYTES}")
@@ -247,11 +210,6 @@ def _described(t: TensorEntry) -> str:
 
 
 def check_header(header: bytes | memoryview, expected: Sequence[TensorEntry]) -> None:
-    """Prove that a shard's header tells exactly the tensors of its layout.
-
-    Raises:
-        WeightSyncError: SHARD_INVALID, naming the first tensor that differs.
-    """
     index = expected[0].shard if expected else 0
     found = sorted(parse_header(header, index), key=lambda t: (t.begin, t.end, t.name))
     for theirs, ours in zip(found, expected, strict=False):
@@ -270,11 +228,7 @@ def build_header(
 ) -> tuple[bytes, tuple[TensorEntry, ...]]:
     """Return the header bytes (without length) and places of tensors packed in the given order.
 
-    The header is padded with spaces so that the data section begins at a multiple of 8 bytes.
-
-    Args:
-        tensors: Name, safetensors dtype and shape in elements.
-        shard: Index to put into the entries.
+    Spaces pad the header to a multiple of 8 bytes. `tensors` has name, dtype and shape of each.
     """
     document: dict[str, Any] = {}
     entries = []
@@ -292,3 +246,24 @@ def build_header(
     header += b" " * (-len(header) % 8)
     ordered = sorted(entries, key=lambda t: (t.begin, t.end, t.name))
     return header, tuple(ordered)
+
+
+#: Characters of a name.
+_SHOWN = 80
+
+
+def unlike(name: str, given: tuple[str, Sequence[int]], wanted: tuple[str, Sequence[int]]) -> str:
+    """Return a clause on a tensor and what the engine has; " or " joins several dtypes there."""
+    shown = name if len(name) <= _SHOWN else name[: _SHOWN - 3] + "..."
+    (dtype, shape), (wanted_dtype, wanted_shape) = given, wanted
+    clause = (
+        f"tensor {shown} is {dtype} {list(shape)}, the engine has {wanted_dtype} "
+        f"{list(wanted_shape)}"
+    )
+    longer = len(shape) == len(wanted_shape) > 0 and shape[0] > wanted_shape[0]
+    if longer and list(shape[1:]) == list(wanted_shape[1:]):
+        clause += (
+            f" (it has {shape[0]} rows, the engine has {wanted_shape[0]}: cut a vocabulary that is "
+            "padded)"
+        )
+    return clause

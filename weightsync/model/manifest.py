@@ -8,17 +8,13 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.model.digest import content_head, lines_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-__all__ = ["MAX_VERSION", "Layout", "Manifest", "ShardEntry", "TensorEntry"]
 
 #: The largest version and epoch: the largest integer that every JSON reader keeps exactly.
 MAX_VERSION = (1 << 53) - 1
@@ -32,13 +28,8 @@ _SLICE = 500
 class TensorEntry:
     """One tensor and where its bytes lie.
 
-    Attributes:
-        name: Name in the checkpoint.
-        dtype: safetensors dtype name, such as `BF16`.
-        shape: Dimensions in elements; `()` for a 0-dim tensor.
-        shard: Index of its shard.
-        begin: First byte in the shard's data section.
-        end: One past the last byte in the shard's data section.
+    `dtype` is a safetensors name, such as `BF16`; `shape` counts elements. `begin` and `end`, which
+    is one past the last, are bytes of the shard's data section.
     """
 
     name: str
@@ -53,10 +44,8 @@ class TensorEntry:
 class ShardEntry:
     """One safetensors file of a version.
 
-    Attributes:
-        name: File name for people; never used as a path.
-        size: Bytes of the whole file: 8 + header_size + data.
-        header_size: Bytes of the JSON header, without its 8-byte length.
+    `name` is for people, never a path. `size` is of the whole file; `header_size` is without the
+    8-byte length.
     """
 
     name: str
@@ -65,7 +54,6 @@ class ShardEntry:
 
     @property
     def data_start(self) -> int:
-        """Offset of the data section in the file, in bytes."""
         return 8 + self.header_size
 
 
@@ -95,15 +83,11 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Sum of the shard sizes in bytes."""
         return sum(shard.size for shard in self.shards)
 
     @cached_property
     def largest_first(self) -> tuple[int, ...]:
-        """Indices of the shards by size: the order in which ranks read and the server digests.
-
-        A large one that came last would keep everybody waiting for the one who digests it.
-        """
+        """Indices of the shards by size: the order in which ranks read and the server digests."""
         return tuple(sorted(range(len(self.shards)), key=lambda at: -self.shards[at].size))
 
     @cached_property
@@ -131,16 +115,11 @@ class Layout:
         return tuple(tuple(group) for group in groups)
 
     def to_json(self) -> bytes:
-        """Return what `from_json` reads."""
         return _lines(self, map(_row, self.tensors))
 
     @classmethod
     def from_json(cls, data: bytes | memoryview) -> Layout:
-        """Read what `to_json` wrote. For the server's own memory, not for strangers.
-
-        Raises:
-            ValueError: The bytes are no such document.
-        """
+        """Read what `to_json` wrote, or raise ValueError. For our own memory, not for strangers."""
         with _reading(data, "layout") as (shards, rows):
             return cls(shards, tuple(map(_tensor, rows)))
 
@@ -151,6 +130,12 @@ class Manifest:
 
     layout: Layout
     digests: tuple[bytes, ...]
+
+    @cached_property
+    def digests_by_shard(self) -> list[tuple[bytes, ...]]:
+        """Digests of each shard's tensors, in the order of their bytes."""
+        digests = iter(self.digests)
+        return [tuple(islice(digests, len(group))) for group in self.layout.by_shard]
 
     @cached_property
     def content_digest(self) -> str:
@@ -168,17 +153,12 @@ class Manifest:
         return lines_digest([self.layout.digest, self.content_digest, *shards])
 
     def to_json(self) -> bytes:
-        """Return the stored form, read back by `from_json`."""
         pairs = zip(self.layout.tensors, self.digests, strict=True)
         return _lines(self.layout, ([*_row(tensor), digest.hex()] for tensor, digest in pairs))
 
     @classmethod
     def from_json(cls, data: bytes | memoryview) -> Manifest:
-        """Read what `to_json` wrote. For the server's own files and memory, not for strangers.
-
-        Raises:
-            ValueError: The bytes are no such document.
-        """
+        """Read what `to_json` wrote, or raise ValueError. For our own files, not for strangers."""
         with _reading(data, "manifest") as (shards, rows):
             pairs = [(_tensor(row), bytes.fromhex(digest)) for *row, digest in rows]
         tensors, digests = zip(*pairs, strict=True) if pairs else ((), ())
@@ -195,10 +175,7 @@ def _tensor(row: Sequence[Any]) -> TensorEntry:
 
 
 def _lines(layout: Layout, rows: Iterable[list[object]]) -> bytes:
-    """Return a line of facts, then lines of tensors.
-
-    Lines are short, so that no call keeps the GIL from an event loop for long.
-    """
+    """Return a line of facts, then lines of tensors, short so that no call keeps the GIL long."""
     shards = [[s.name, s.size, s.header_size] for s in layout.shards]
     lines = [_encode({"format": _FORMAT, "shards": shards, "tensors": len(layout.tensors)})]
     rest = iter(rows)
@@ -211,11 +188,7 @@ def _lines(layout: Layout, rows: Iterable[list[object]]) -> bytes:
 def _reading(
     data: bytes | memoryview, what: str
 ) -> Iterator[tuple[tuple[ShardEntry, ...], Iterator[Any]]]:
-    """Give the shards and the rows that `_lines` wrote, as many as it did.
-
-    Raises:
-        ValueError: The bytes are no such document.
-    """
+    """Give the shards and the rows that `_lines` wrote, as many as it did, or raise ValueError."""
     lines = bytes(data).split(b"\n")
     count = 0
 

@@ -9,24 +9,14 @@ from __future__ import annotations
 
 import base64
 import zlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-__all__ = ["common", "pack", "unpack"]
+from collections.abc import Collection, Iterable
 
 #: Most bytes of a set that are unpacked: 8 million names.
 _MAX_BYTES = 1 << 20
 
 
 def pack(chosen: Collection[str], names: Iterable[str]) -> str:
-    """Return a set of names as a text.
-
-    Args:
-        chosen: The set.
-        names: All names of the layout, in any order.
-    """
+    """Return a set of some of a layout's `names`, in any order, as a text."""
     ordered = sorted(names)
     bits = bytearray(-(-len(ordered) // 8))
     for place, name in enumerate(ordered):
@@ -36,31 +26,21 @@ def pack(chosen: Collection[str], names: Iterable[str]) -> str:
 
 
 def unpack(text: str, names: Iterable[str]) -> frozenset[str]:
-    """Return the names of a set.
+    """Return the names of a set of `pack` or `common`; `names` are all of the layout, unordered.
 
-    Args:
-        text: From `pack` or `common`.
-        names: All names of the layout, in any order.
-
-    Raises:
-        ValueError: It is no set of these names.
+    Raises ValueError if it is no such set.
     """
     ordered = sorted(names)
     bits = _bits(text)
     if len(bits) != -(-len(ordered) // 8):
-        msg = f"a set over {len(bits)} bytes of names; there are {len(ordered)} names"
-        raise ValueError(msg)
+        raise ValueError(f"a set over {len(bits)} bytes of names; there are {len(ordered)} names")
     return frozenset(
         name for place, name in enumerate(ordered) if bits[place // 8] >> place % 8 & 1
     )
 
 
 def common(texts: Iterable[str]) -> str:
-    """Return what all of some sets have in common; at least one set.
-
-    Raises:
-        ValueError: They are no sets of the same names.
-    """
+    """Return what one or more sets have in common; ValueError: they are not of the same names."""
     sets = [_bits(text) for text in texts]
     if len({len(bits) for bits in sets}) != 1:
         msg = f"sets over {sorted(len(bits) for bits in sets)} bytes of names; not the same names"
@@ -80,9 +60,7 @@ def _bits(text: str) -> bytes:
         inflate = zlib.decompressobj()
         bits = inflate.decompress(base64.b64decode(text, validate=True), _MAX_BYTES)
     except (zlib.error, ValueError) as error:
-        msg = f"not a set of names ({error})"
-        raise ValueError(msg) from error
+        raise ValueError(f"not a set of names ({error})") from error
     if not inflate.eof:
-        msg = "not a set of names, or one of too many"
-        raise ValueError(msg)
+        raise ValueError("not a set of names, or one of too many")
     return bits

@@ -1,26 +1,19 @@
 """A version that still comes in, as other processes read it: its layout, its segments, and marks.
 
-The document lies in a segment of its own. Its owner marks shards in it as they come; whoever maps
-it looks at the marks, so that nobody has to be called for each. A shard that a trainer on this host
-has on a GPU gets a mark for that too, with where each of its tensors lies.
+The document lies in a segment of its own. Its owner marks shards in it as they come, so that nobody
+has to be called for each. A shard that a trainer on this host has on a GPU gets a mark for that
+too, with where each of its tensors lies.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from weightsync import clock
-from weightsync.model.manifest import Manifest
+from weightsync.model.manifest import Layout, Manifest
 from weightsync.shm.segments import Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from weightsync.model.manifest import Layout
-
-__all__ = ["HANDLE_BYTES", "Arrival", "ArrivalReader", "ArrivalWriter", "IpcAddresses"]
 
 #: Bytes of a handle by which another process opens memory of a GPU: CU_IPC_HANDLE_SIZE.
 HANDLE_BYTES = 64
@@ -42,12 +35,7 @@ IpcAddresses = Sequence[tuple[bytes, int]]
 
 
 class Arrival(NamedTuple):
-    """What was marked.
-
-    Attributes:
-        shard: Its index.
-        on_gpu: It is where the trainer has it, on a GPU; else all its bytes are in its segment.
-    """
+    """A mark: that a shard lies on a GPU, where the trainer has it, or that all of it came."""
 
     shard: int
     on_gpu: bool
@@ -78,18 +66,7 @@ def _rows(layout: Layout) -> list[list[int]]:
 
 
 class ArrivalWriter:
-    """Owns the document and marks what has come.
-
-    Args:
-        layout: Of the version.
-        segments: Segment id of each shard, in the order of the layout's shards.
-
-    Attributes:
-        segment: The shared memory; its owner closes it.
-
-    Raises:
-        WeightSyncError: MEMORY_EXHAUSTED.
-    """
+    """Owns the document and marks what has come; whoever owns `segment` closes it."""
 
     def __init__(self, layout: Layout, segments: Sequence[str]) -> None:
         ids = ",".join(segments).encode()
@@ -118,23 +95,11 @@ class ArrivalWriter:
         self.segment.view[self._table.marks + shard] |= _CAME
 
     def end(self) -> None:
-        """Tell that nothing more will be marked."""
         self.segment.view[self._table.over] = 1
 
 
 class ArrivalReader:
-    """Reads the document where another process writes its marks.
-
-    Args:
-        view: All of it; used as long as this is.
-
-    Attributes:
-        layout: Of the version.
-        segments: Segment id of each shard, in the order of the layout's shards.
-
-    Raises:
-        ValueError: The memory holds no such document.
-    """
+    """Reads a document in which another process writes marks, by a view that must stay valid."""
 
     def __init__(self, view: memoryview) -> None:
         magic, count, tensors, ids_size, body_size = _HEAD.unpack_from(view)
@@ -151,7 +116,6 @@ class ArrivalReader:
         self._rows = _rows(self.layout)
 
     def ipc_addresses(self, shard: int) -> IpcAddresses:
-        """Return where a shard lies that was marked so."""
         return [
             _PLACE.unpack_from(self._view, self._table.places + _PLACE.size * row)
             for row in self._rows[shard]
@@ -165,12 +129,9 @@ class ArrivalReader:
     def arrivals(self, wait: Callable[[float], bool], patience_s: float) -> Iterator[Arrival]:
         """Yield each mark once: that a shard lies on a GPU, and that it came.
 
-        It ends when no more will come. A trainer keeps what it has on a GPU until all has come.
-
-        Args:
-            wait: Called with seconds between two looks; returns after them, or True at once: then
-                it ends too.
-            patience_s: It ends when nothing came for so many seconds.
+        It ends when no more will come, or nothing came for `patience_s`. A trainer keeps what it
+        has on a GPU until all has come. `wait` returns after the seconds that it is given, or
+        returns True at once, which ends this too.
         """
         seen = bytes(len(self.segments))
         until = clock.monotonic() + patience_s

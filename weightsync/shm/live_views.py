@@ -13,13 +13,9 @@ document, a descriptor of each allocation that can be written, or the `GATE` of 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["DOCUMENT", "GATE", "HANDLES", "HANDLE_BYTES", "MEMORY", "LiveBox", "LiveViews"]
+from typing import Any
 
 #: Names of the files that a rank offers.
 DOCUMENT, MEMORY, HANDLES, GATE = "document", "memory", "handles", "gate"
@@ -29,18 +25,10 @@ HANDLE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class LiveBox:
-    """A part of a tensor that lies in a rank's memory.
+    """A part of a tensor that lies in a rank's memory, counted in elements.
 
-    Attributes:
-        tensor: Name in the checkpoint.
-        dtype: Safetensors dtype of what is live, which may be another than the checkpoint's.
-        stored: Safetensors dtype of the tensor in the version that is live.
-        shape: Of the whole tensor, elements.
-        offsets: Where the part begins in it, elements.
-        lengths: How far it goes, elements.
-        stride: From an element to the next in memory, elements.
-        memory: In which allocation.
-        begin: Where its first element is there, bytes.
+    `dtype` is what is live and `stored` what the version has; `shape` is of the whole tensor. The
+    first element lies at byte `begin` of allocation `memory`, the next ones `stride` apart.
     """
 
     tensor: str
@@ -56,14 +44,10 @@ class LiveBox:
 
 @dataclass(frozen=True, slots=True)
 class LiveViews:
-    """What one rank hands out.
+    """What one rank, `dp/pp/tp`, hands out.
 
-    Attributes:
-        rank: `dp/pp/tp`.
-        device: UUID of its GPU, 16 bytes; empty: the memory is the host's.
-        checkpoint: Name or path of what the engine has loaded.
-        config: The model's configuration, as its `config.json` has it.
-        boxes: Every part that it has.
+    `device` is its GPU's UUID (16 bytes), or empty for the host's memory. `checkpoint` is name or
+    path of what the engine has loaded, `config` its `config.json`.
     """
 
     rank: str
@@ -73,7 +57,6 @@ class LiveViews:
     boxes: tuple[LiveBox, ...]
 
     def to_json(self) -> bytes:
-        """Return the document."""
         boxes = [list(asdict(box).values()) for box in self.boxes]
         return json.dumps(
             {
@@ -87,11 +70,7 @@ class LiveViews:
 
     @classmethod
     def from_json(cls, data: bytes) -> LiveViews:
-        """Read a document.
-
-        Raises:
-            ValueError: It is none.
-        """
+        """Raise ValueError where there is no document."""
         try:
             found = json.loads(data)
             return cls(

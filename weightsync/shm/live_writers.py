@@ -18,30 +18,21 @@ import os
 import select
 import stat
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-from weightsync.shm.segment_socket import SegmentClient
-from weightsync.shm.segments import unwritten, writers_are_seen
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
-    from typing import Any
-
-    from weightsync.shm.segments import Segment
-
-__all__ = ["LiveWriters"]
+from weightsync.shm.live_views import GATE, MEMORY
+from weightsync.shm.segment_socket import OfferedFile, SegmentClient
+from weightsync.shm.segments import Segment, unwritten, writers_are_seen
 
 
 class _Holder(NamedTuple):
-    """A process that was given memory.
+    """A process that was given memory, to write `always` or in blocks only.
 
-    Attributes:
-        pid: Of the process; 0: it is in a PID namespace that the server does not see.
-        pidfd: Of it.
-        always: Whether it can write at any time, and not in blocks only.
-        job: Of which it is a process; "": its release names none; None: the server's told none.
+    `pid` is 0 in a PID namespace that the server does not see. `job` is "" if its release names
+    none, None if the server's release sends none.
     """
 
     pid: int
@@ -51,17 +42,15 @@ class _Holder(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """Whether the process has not ended, by the kernel's word."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return not poll.poll(0)
 
 
 class LiveWriters:
-    """Remembers to whom the memory of a rank was handed out; called by any thread.
+    """Remembers to whom the memory of a rank was handed out; any thread may call.
 
-    Args:
-        segments: Returns those that the parameters lie in; none: they lie on a GPU.
+    `segments` returns those of the parameters; none on a GPU.
     """
 
     def __init__(self, segments: Callable[[], Sequence[Segment]]) -> None:
@@ -76,13 +65,8 @@ class LiveWriters:
     def remember(self, args: Mapping[str, Any], socket: str) -> None:
         """Take note of a process before it is given anything.
 
-        Args:
-            args: `holder`, by which the segment socket has its pidfd, `pid`, `always`, and `job`,
-                which servers of older releases do not tell.
-            socket: The segment socket.
-
-        Raises:
-            LookupError: The server has withdrawn it.
+        `args` has `holder`, the name of its pidfd at the segment socket, `pid`, `always`, and
+        `job`, which older servers do not send. Raises LookupError if the server withdrew it.
         """
         with SegmentClient(socket) as client:
             ((pidfd, _),) = client.map([str(args["holder"])])
@@ -90,7 +74,11 @@ class LiveWriters:
         job = str(args["job"]) if "job" in args else None
         with self._lock:
             self._reap()
-            key = pid, 0 if pid else self._own_number(pidfd)
+            try:
+                key = pid, 0 if pid else self._own_number(pidfd)
+            except OSError:
+                os.close(pidfd)
+                raise
             before = self._holders.pop(key, None)
             if before is not None:
                 # It lives, so it is the same process.
@@ -105,16 +93,41 @@ class LiveWriters:
             if self._gate < 0:
                 self._gate = os.memfd_create("weightsync-gate", os.MFD_CLOEXEC)
             fd = os.open(f"/proc/self/fd/{self._gate}", os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        except OSError:
+            os.close(fd)
+            raise
         return fd
+
+    @contextlib.contextmanager
+    def files(self, *, writable: bool) -> Iterator[Sequence[OfferedFile]]:
+        """Lend what opens the segments."""
+        with contextlib.ExitStack() as stack:
+            files: list[OfferedFile] = []
+            for segment in self._segments():
+                # Opened anew: the kernel then knows who may still write.
+                fd = segment.lend() if writable else segment.read_only_fd()
+                stack.callback(os.close, fd)
+                files.append((MEMORY, segment.capacity, fd))
+            yield files
+
+    def open_block(self, socket: str, offer: str) -> None:
+        """Send what the memory is written with in one block, and no longer."""
+        gate = self.gate()
+        try:
+            with self.files(writable=True) as files, SegmentClient(socket) as client:
+                client.offer(offer, [(GATE, 0, gate), *files])
+        finally:
+            os.close(gate)
 
     def state(self) -> dict[str, Any]:
         """Tell who has the memory.
 
-        `holders`: ids of the processes that live, 0 for each that has none here; `unguarded`:
-        whether one of them can write at any time; `unguarded_by`: ids of those that can, each with
-        its job, where that is known; `writing`: whether somebody can write in a block; `writers`:
-        ids of those that do, as far as that is seen from here.
+        `holders` are ids of living processes, 0 for each that has none here. `unguarded` tells
+        whether one of them can write at any time, and `unguarded_by` which, with their jobs where
+        known. `writing` tells whether somebody can write in a block, and `writers` who does, as far
+        as that is seen from here.
         """
         with self._lock:
             self._reap()
@@ -183,7 +196,7 @@ class LiveWriters:
 
 
 def _may_write(pid: int, inodes: AbstractSet[int]) -> bool:
-    """Return whether a process is seen to have one of these open, or mapped for writing."""
+    """Whether a process is seen to have one of these open, or mapped for writing."""
     process = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
         for line in (process / "maps").read_text().splitlines():

@@ -17,24 +17,19 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from weightsync.wire.fd_passing import (
+from weightsync.wire.documents import (
     TIMEOUT_S,
-    accept_each,
-    listen,
     receive,
     receive_fds,
     send,
     send_fds,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["OfferedFile", "SegmentClient", "SegmentServer"]
+from weightsync.wire.socket_server import accept_each, listen
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +38,9 @@ OfferedFile = tuple[str, int, int]
 
 
 class SegmentServer:
-    """Serves the segment socket from threads of its own; every method may be called anywhere.
+    """Serves the segment socket from threads of its own; any thread may call its methods.
 
-    Args:
-        path: Socket file; replaced when a dead server left it.
-        mode: Permissions of the socket file.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID; the path is somebody else's or holds no socket.
-        OSError: It cannot be bound.
+    `path` is a `claimed` one; REQUEST_INVALID if it is not free.
     """
 
     def __init__(self, path: str | Path, mode: int = 0o660) -> None:
@@ -69,10 +58,7 @@ class SegmentServer:
         self._thread.start()
 
     def publish(self, name: str, fd: int, size: int) -> None:
-        """Hand `fd` to whoever asks for `name`; `withdraw` closes it.
-
-        What was published under the name before is withdrawn.
-        """
+        """Hand `fd`, and no earlier one, to whoever asks for `name`; `withdraw` closes it."""
         with self._lock:
             before = self._published.get(name)
             self._published[name] = (fd, size)
@@ -87,22 +73,18 @@ class SegmentServer:
             os.close(entry[0])
 
     def open(self, name: str) -> tuple[int, int] | None:
-        """Return a new descriptor of what has a name, and its size in bytes; None: nothing has.
-
-        The caller closes it.
-        """
+        """Return a descriptor, which the caller closes, and a size; None: nothing has the name."""
         with self._lock:
             found = self._published.get(name)
             return None if found is None else (os.dup(found[0]), found[1])
 
     def has(self, name: str) -> bool:
-        """Tell whether anything is published under a name."""
         return name in self._published
 
     def expect_offer(self, name: str) -> Future[list[OfferedFile]]:
         """Return a future of the files that a client will offer under `name`.
 
-        Whoever takes the result closes the descriptors. Cancel it to expect nothing any more.
+        Whoever takes the result closes the descriptors. Cancel it to stop expecting them.
         """
         future: Future[list[OfferedFile]] = Future()
         with self._lock:
@@ -111,7 +93,6 @@ class SegmentServer:
         return future
 
     def close(self) -> None:
-        """Stop listening and close everything published."""
         # While it still listens: afterwards the path may be the next server's.
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -179,15 +160,20 @@ class SegmentServer:
         future.set_result([(*file, fd) for file, fd in zip(files, fds, strict=True)])
 
 
+@contextlib.contextmanager
+def file_of(name: str, data: bytes) -> Iterator[OfferedFile]:
+    """Lend a file in memory that holds these bytes, to be offered."""
+    fd = os.memfd_create("weightsync", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        yield name, len(data), fd
+    finally:
+        os.close(fd)
+
+
 class SegmentClient:
-    """One connection to a segment socket. Not for use by several threads at once.
-
-    Args:
-        path: Socket file.
-
-    Raises:
-        OSError: Nobody listens there.
-    """
+    """One connection to a segment socket. Not for use by several threads at once."""
 
     def __init__(self, path: str | Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -199,10 +185,9 @@ class SegmentClient:
             raise
 
     def map(self, names: Sequence[str]) -> list[tuple[int, int]]:
-        """Return a descriptor and a size in bytes for each name. The caller closes descriptors.
+        """Return a descriptor, which the caller closes, and a size in bytes for each name.
 
-        Raises:
-            LookupError: The server has no such segment.
+        Raises LookupError when the server lacks one.
         """
         answer = self._call({"op": "map", "ids": list(names)})
         fds = receive_fds(self._socket, len(names))
@@ -214,7 +199,6 @@ class SegmentClient:
         send_fds(self._socket, [fd for _, _, fd in files])
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Segments: reusable shared memory that holds one shard each.
+"""Segments: reusable shared memory that holds one shard each, in huge pages where possible.
 
 A segment is a memfd, reserved in full when it is made and sealed against shrinking and growing, so
 that no peer can make a reader die of SIGBUS. It has no name that could leak or be squatted:
@@ -8,6 +8,7 @@ processes get descriptors over the segment socket (`weightsync.shm.segment_socke
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -16,9 +17,75 @@ import secrets
 import signal
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.huge_pages import HUGE, Mapping, advise
+from weightsync.process_limits import memory_remedy
 
-__all__ = ["MappedSegment", "Segment", "reserved_size", "unwritten", "writers_are_seen"]
+#: One huge page on x86-64.
+HUGE = 2 << 20
+
+MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def advise(address: int, size: int, advice: int) -> int:
+    """Call madvise(2) without the GIL; return 0 or the error number."""
+    # Through ctypes, because mmap.madvise holds the GIL.
+    return 0 if _libc.madvise(address, size, advice) == 0 else ctypes.get_errno()
+
+
+def reserve(size: int) -> tuple[mmap.mmap, int, int]:
+    """Take addresses for `size` bytes at which huge pages can lie; nothing is there yet.
+
+    Returns what has them until it is closed, where in it the first byte is, and its address.
+    """
+    slack = HUGE if size >= HUGE else 0
+    # Python cannot map at a given address, so this takes a place that is large enough.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    place = mmap.mmap(-1, size + slack, flags=flags)
+    anchor = ctypes.c_char.from_buffer(place)
+    begin = ctypes.addressof(anchor)
+    # The traceback of a later error must not keep the mapping.
+    del anchor
+    offset = -begin % HUGE if slack else 0
+    return place, offset, begin + offset
+
+
+def map_at(address: int, size: int, prot: int, flags: int, fd: int) -> None:
+    """Put the first `size` bytes of a file at reserved addresses by one call, or change nothing."""
+    if _libc.mmap(address, size, prot, flags | _MAP_FIXED, fd, 0) != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+class MemoryMapping:
+    """The first `size` bytes behind `fd`, which may be closed afterwards; writable until `close`.
+
+    `size` is a multiple of the page size.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._place, offset, self.address = reserve(size)
+        try:
+            prot = mmap.PROT_READ | mmap.PROT_WRITE
+            map_at(self.address, size, prot, mmap.MAP_SHARED, fd)
+        except OSError:
+            self._place.close()
+            raise
+        self.view = memoryview(self._place)[offset : offset + size]
+
+    def keep_from_children(self) -> None:
+        self._place.madvise(mmap.MADV_DONTFORK)
+
+    def close(self) -> None:
+        """Unmap; a view that somebody still holds keeps it until that is gone."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._place.close()
+
 
 #: Large segments are reserved in multiples of this many bytes.
 GRANULE = HUGE
@@ -35,12 +102,11 @@ _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 
 
 def reserved_size(size: int) -> int:
-    """Return the bytes of memory that a segment for `size` bytes takes."""
     granule = GRANULE if size >= GRANULE else _PAGE
     return max(_PAGE, -(-size // granule) * granule)
 
 
-def _populate(mapping: Mapping, size: int) -> bool:
+def _populate(mapping: MemoryMapping, size: int) -> bool:
     """Back a new segment with memory; return whether with huge pages."""
     # First-touch pages cost 10 to 40 times a warm copy, so they are touched here and never again.
     # Kernels before 5.14 lack the advice: pages then become warm with the first push.
@@ -59,17 +125,10 @@ def _populate(mapping: Mapping, size: int) -> bool:
 
 
 class Segment:
-    """Shared memory of a fixed size that this process owns and may write.
+    """Shared memory of a fixed size that this process owns; once created, writing cannot fail.
 
-    Once `create` returned, every byte is backed by memory: writing cannot fail.
-
-    Attributes:
-        id: Hard to guess name for the segment socket.
-        capacity: Bytes reserved; at least what was asked for.
-        fd: Writable descriptor.
-        view: All bytes, writable.
-        huge: It lies in huge pages: mapping it takes no time.
-        granted: Another process was given a writable descriptor and was not proved to have let go.
+    `id` is hard to guess, and `capacity` at least what was asked for. Mapping `huge` memory takes
+    no time. `granted`: others got a writable descriptor, and were not proved to have let go.
     """
 
     def __init__(self, fd: int, capacity: int) -> None:
@@ -78,21 +137,16 @@ class Segment:
         self.fd = fd
         self.huge = False
         self.granted = False
-        self._mapping = Mapping(fd, capacity)
+        self._mapping = MemoryMapping(fd, capacity)
         self.view = self._mapping.view
 
     @property
     def address(self) -> int:
-        """Where it is mapped in this process."""
         return self._mapping.address
 
     @classmethod
     def create(cls, size: int) -> Segment:
-        """Reserve memory for `size` bytes. Takes about 0.3 s per GiB; releases the GIL.
-
-        Raises:
-            WeightSyncError: MEMORY_EXHAUSTED when the host has not got the memory.
-        """
+        """Reserve memory or raise MEMORY_EXHAUSTED. Takes about 0.3 s per GiB; releases the GIL."""
         capacity = reserved_size(size)
         with contextlib.ExitStack() as undo:
             try:
@@ -107,19 +161,17 @@ class Segment:
                 undo.callback(segment.close)
                 segment.huge = _populate(segment._mapping, capacity)
             except OSError as error:
+                remedy = memory_remedy(error, "free memory or lower the number of slots")
                 raise WeightSyncError(
                     Reason.MEMORY_EXHAUSTED,
-                    f"the host refused {capacity} bytes of shared memory ({error.strerror}); free "
-                    "memory or lower the number of slots",
+                    f"the host refused {capacity} bytes of shared memory ({error.strerror}); "
+                    f"{remedy}",
                 ) from error
             undo.pop_all()
         return segment
 
     def fill(self, begin: int, data: bytes) -> None:
-        """Copy all of `data` to byte `begin` and after, in pieces.
-
-        New pages are slow to fill, and copying holds the GIL.
-        """
+        """Copy all of `data` to byte `begin` and after, in pieces, as copying holds the GIL."""
         for at in range(0, len(data), _COPIED):
             piece = data[at : at + _COPIED]
             self.view[begin + at : begin + at + len(piece)] = piece
@@ -137,7 +189,7 @@ class Segment:
         return fd
 
     def taken_back(self) -> bool:
-        """Return whether no process can write any more through what was lent, by the kernel's word.
+        """Whether no process can write any more through what was lent.
 
         False as long as such a descriptor, a duplicate of it, or a mapping made through it lives.
         """
@@ -155,10 +207,9 @@ class Segment:
 
 
 def unwritten(fd: int) -> bool:
-    """Return whether nobody has opened the memory of a memfd for writing, but who made it.
+    """Whether nobody but its maker has opened a memfd for writing.
 
-    The kernel grants a read lease (fcntl(2), F_SETLEASE) only then. Where it knows no leases, this
-    is False.
+    The kernel grants a read lease (F_SETLEASE) only then; False where it knows no leases.
     """
     reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -192,13 +243,7 @@ def writers_are_seen() -> bool:
 
 
 class MappedSegment:
-    """A segment of another process, mapped read-only.
-
-    The mapping stays until `close`; close it only when nothing reads `view` any more.
-
-    Attributes:
-        view: All bytes, read-only.
-    """
+    """A segment of another process, mapped read-only, until `close`."""
 
     def __init__(self, fd: int, capacity: int) -> None:
         """Map `capacity` bytes of `fd`, which is closed in any case."""
@@ -210,11 +255,7 @@ class MappedSegment:
         self.view = memoryview(self._mapping)
 
     def close(self) -> None:
-        """Unmap.
-
-        Raises:
-            BufferError: Somebody still views it, numpy's arrays included; it stays as it was.
-        """
+        """Raise BufferError, and stay, if somebody still views it, numpy's arrays included."""
         self.view.release()
         try:
             self._mapping.close()

@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from weightsync.model.manifest import Layout, Manifest, ShardEntry
+from weightsync.model.manifest import Layout, Manifest, ShardEntry, TensorEntry
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import MappedSegment, Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from weightsync.model.manifest import TensorEntry
-
-__all__ = ["StagedDocuments", "StagedVersion", "document_of", "read_document", "shard_copy"]
 
 #: Magic, the layout's digest, bytes of the ids, of the layout, of all digests and of each.
 _HEAD = struct.Struct("<8s32sIQQI")
@@ -32,12 +25,7 @@ _KEPT = 4
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """Where the bytes of a version lie in shared memory.
-
-    Attributes:
-        manifest: What the bytes must be.
-        segments: Segment id of each shard, in the order of the manifest's shards.
-    """
+    """Where the bytes of a version lie; `segments` has the segment id of each shard."""
 
     manifest: Manifest
     segments: tuple[str, ...]
@@ -67,14 +55,9 @@ class StagedVersion:
     def from_view(
         cls, view: memoryview, known: Callable[[str], Layout | None] | None = None
     ) -> StagedVersion:
-        """Read what `to_segment` wrote.
+        """Read what `to_segment` wrote, or raise ValueError.
 
-        Args:
-            view: The document.
-            known: Returns the layout of a digest where it was read before; None: none was.
-
-        Raises:
-            ValueError: The memory holds no such document.
+        `known` returns the layout of a digest that was read before.
         """
         digest, ids_size, layout_size, digests_size, each = _read_head(view)
         ids_end = _HEAD.size + ids_size
@@ -95,17 +78,12 @@ class StagedVersion:
 
     @staticmethod
     def segments_in(view: memoryview) -> tuple[str, ...]:
-        """Read the ids alone, which takes no longer where there are tens of thousands of tensors.
-
-        Raises:
-            ValueError: As `from_view`.
-        """
+        """Read the ids alone, which takes no longer where there are thousands of tensors."""
         _, ids_size, *_ = _read_head(view)
         return _read_ids(view, ids_size)
 
 
 def _read_head(view: memoryview) -> tuple[bytes, int, int, int, int]:
-    """Return the digest of the layout, and how long each part is that fits in a document."""
     if len(view) < _HEAD.size:
         raise ValueError("not a staged version")
     magic, digest, ids_size, layout_size, digests_size, each = _HEAD.unpack_from(view)
@@ -120,11 +98,9 @@ def _read_ids(view: memoryview, size: int) -> tuple[str, ...]:
 
 
 def shard_copy(document: str, shard: int) -> str:
-    """Return the segment id of a shard's copy on another node: the same in every copy of it.
+    """Return the segment id of a shard's copy, the same on every other node.
 
-    Args:
-        document: Id of the version's document where it was staged first.
-        shard: Index.
+    `document` is the id of the document where the version was staged first.
     """
     return f"{document}/{shard}"
 
@@ -137,16 +113,10 @@ def document_of(segment: str) -> str:
 def read_document(
     socket: str, document: str, known: Callable[[str], Layout | None] | None = None
 ) -> StagedVersion:
-    """Return the staged version that a document segment describes.
+    """Return the staged version of a document segment; `known` is as in `from_view`.
 
-    Args:
-        socket: The segment socket.
-        document: Id of the segment.
-        known: See `StagedVersion.from_view`.
-
-    Raises:
-        OSError: Nobody listens on the segment socket.
-        LookupError: The server has no such document.
+    Raises OSError when nobody listens on the socket, LookupError when the server has no such
+    document.
     """
     with SegmentClient(socket) as client:
         ((fd, size),) = client.map([document])
@@ -158,10 +128,7 @@ def read_document(
 
 
 class StagedDocuments:
-    """Reads the documents of staged versions, each once, and a layout that several have once.
-
-    Any thread may read.
-    """
+    """Reads documents, and layouts that several share, once each; any thread may read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -169,7 +136,6 @@ class StagedDocuments:
         self._read: dict[str, StagedVersion] = {}
 
     def read(self, socket: str, document: str) -> StagedVersion:
-        """Do as `read_document`."""
         with self._lock:
             staged = self._read.pop(document, None)
             if staged is None:

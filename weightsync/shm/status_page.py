@@ -10,16 +10,12 @@ import json
 import mmap
 import os
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import xxhash
 
 from weightsync.shm.segments import Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["PAGE_BYTES", "PageReader", "PageWriter"]
 
 #: Bytes of one page; a report that does not fit is refused.
 PAGE_BYTES = 64 << 10
@@ -28,11 +24,7 @@ _HEAD = struct.Struct("<QQI")
 
 
 class PageReader:
-    """Owns a status page and reads what the rank wrote.
-
-    Attributes:
-        segment: The shared memory; publish a duplicate of `segment.fd` as writable.
-    """
+    """Owns a status page. Publish a duplicate of `segment.fd` as writable."""
 
     def __init__(self) -> None:
         self.segment = Segment.create(PAGE_BYTES)
@@ -50,16 +42,11 @@ class PageReader:
         return report if isinstance(report, dict) else None
 
     def close(self) -> None:
-        """Give the memory back."""
         self.segment.close()
 
 
 class PageWriter:
-    """Writes reports into a page of another process.
-
-    Args:
-        fd: Writable descriptor from the segment socket; closed in any case.
-    """
+    """Writes reports into a page of another process; `fd`, writable, is closed in any case."""
 
     def __init__(self, fd: int) -> None:
         try:
@@ -71,11 +58,7 @@ class PageWriter:
         self._sequence = last + last % 2
 
     def write(self, report: Mapping[str, Any]) -> None:
-        """Replace the report; readers see the old one, none, or this one whole.
-
-        Raises:
-            ValueError: The report has more than `PAGE_BYTES` bytes as JSON.
-        """
+        """Replace the report; readers see the old one, none, or this one whole."""
         body = json.dumps(report).encode()
         if len(body) > PAGE_BYTES - _HEAD.size:
             raise ValueError(f"a report of {len(body)} bytes; at most {PAGE_BYTES - _HEAD.size}")
@@ -86,5 +69,4 @@ class PageWriter:
         _HEAD.pack_into(self._mapping, 0, self._sequence, xxhash.xxh3_64_intdigest(body), len(body))
 
     def close(self) -> None:
-        """Unmap."""
         self._mapping.close()

@@ -12,7 +12,9 @@ import contextlib
 import os
 import secrets
 import tempfile
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from weightsync.engine import (
     ATTACH,
@@ -29,18 +31,11 @@ from weightsync.engine import (
     SwitchOrder,
     SwitchOutcome,
 )
-from weightsync.engine.pause_lease import PauseLease
-from weightsync.engine.serve_limit import ServeLimit
+from weightsync.engine.leases import PauseLease, ServeLimit
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import build_header
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.testing.memory_rank import MemoryRank
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-__all__ = ["MemoryEngine"]
 
 #: Ranks as vLLM's of one tensor-parallel group.
 _NAME = "0/0/{}"

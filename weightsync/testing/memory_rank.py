@@ -4,24 +4,100 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from weightsync.model.digest import tensor_digest
-from weightsync.model.layout import parse_header
-from weightsync.model.tensor_facts import unlike
-from weightsync.shm.segment_socket import SegmentClient
-from weightsync.shm.segments import MappedSegment
-from weightsync.shm.staged_version import StagedVersion
+from weightsync.model.layout import parse_header, unlike
+from weightsync.shm.live_views import DOCUMENT, LiveBox, LiveViews
+from weightsync.shm.live_writers import LiveWriters
+from weightsync.shm.segment_socket import SegmentClient, file_of
+from weightsync.shm.segments import MappedSegment, Segment
+from weightsync.shm.staged_version import read_document
 from weightsync.shm.status_page import PageWriter
-from weightsync.testing.shared_tensors import SharedTensors
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping
-    from pathlib import Path
+#: Where each tensor begins, bytes.
+_ALIGNMENT = 64
 
-__all__ = ["MemoryRank"]
+
+class SharedTensors(MutableMapping[str, bytes]):
+    """Name to bytes, which lie one behind the other in a segment; their sizes stay.
+
+    `writers` are who else has them.
+    """
+
+    def __init__(self, tensors: Mapping[str, bytes]) -> None:
+        self._places: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, data in tensors.items():
+            self._places[name] = end, len(data)
+            end += -(-len(data) // _ALIGNMENT) * _ALIGNMENT
+        self._segment = Segment.create(end)
+        segment = self._segment
+        self.writers = LiveWriters(lambda: (segment,))
+        weakref.finalize(self, self._segment.close)
+        for name, data in tensors.items():
+            self[name] = data
+
+    def __getitem__(self, name: str) -> bytes:
+        """Return a copy of what lies there now."""
+        begin, size = self._places[name]
+        return bytes(self._segment.view[begin : begin + size])
+
+    def __setitem__(self, name: str, data: bytes) -> None:
+        begin, size = self._places[name]
+        self._segment.view[begin : begin + size] = data
+
+    def __delitem__(self, name: str) -> None:
+        """No parameter can go."""
+        raise TypeError(f"{name} is a parameter of the model, which stays")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def hand_out(
+        self,
+        socket: str,
+        offer: str,
+        rank: str,
+        checkpoint: str,
+        kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+        *,
+        writable: bool,
+    ) -> None:
+        """Send what opens the memory over the segment socket, as a rank of vLLM does.
+
+        `offer` is what the server expects, `rank` is `dp/pp/tp`, and `kinds` has dtype and shape by
+        name. `writable`: it can be written at any time, as older releases want it.
+        """
+        boxes = tuple(self._box(name, *kind) for name, kind in kinds.items())
+        document = LiveViews(rank, b"", checkpoint, {}, boxes).to_json()
+        with (
+            file_of(DOCUMENT, document) as file,
+            self.writers.files(writable=writable) as memory,
+            SegmentClient(socket) as client,
+        ):
+            client.offer(f"{offer}/{rank}", [file, *memory])
+
+    def _box(self, name: str, dtype: str, shape: tuple[int, ...]) -> LiveBox:
+        nowhere, begin = (0,) * len(shape), self._places[name][0]
+        return LiveBox(name, dtype, dtype, shape, nowhere, shape, _dense(shape), 0, begin)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, size = [], 1
+    for length in reversed(shape):
+        stride.append(size)
+        size *= length
+    return tuple(reversed(stride))
+
 
 #: Tensors named in one refusal.
 _NAMES = 10
@@ -162,9 +238,7 @@ class MemoryRank:
         return self.live.writers.state() if isinstance(self.live, SharedTensors) else {}
 
     def _check(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        with SegmentClient(self._socket) as client:
-            ((fd, size),) = client.map([str(args["document"])])
-        layout = StagedVersion.from_view(MappedSegment(fd, size).view).manifest.layout
+        layout = read_document(self._socket, str(args["document"])).manifest.layout
         found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
         if extra := sorted(found.keys() - self._kinds.keys()):
             raise _MisfitError(f"push this model: tensor {extra[0]} is extra", extra)
@@ -174,33 +248,28 @@ class MemoryRank:
         return {}
 
     def _prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        with SegmentClient(self._socket) as client:
-            ((page_fd, _),) = client.map([f"{args['page']}/{self.name}"])
-            page = PageWriter(page_fd)
-            report: dict[str, Any] = {"ticket": args["ticket"], "phase": "ready", "error": ""}
-            try:
-                prepared = self._read(client, str(args["document"]))
-            except _MisfitError as error:
-                report |= {"phase": "failed"} | _refused(error)
-            except ValueError as error:
-                report |= {"phase": "failed", "error": str(error), "refused": True}
-            else:
-                self._base(prepared, str(args.get("base", "")))
-                report |= self._ready(prepared, args)
-        page.write(report)
-        page.close()
+        report: dict[str, Any] = {"ticket": args["ticket"], "phase": "ready", "error": ""}
+        try:
+            prepared = self._read(str(args["document"]))
+        except _MisfitError as error:
+            report |= {"phase": "failed"} | _refused(error)
+        except ValueError as error:
+            report |= {"phase": "failed", "error": str(error), "refused": True}
+        else:
+            self._base(prepared, str(args.get("base", "")))
+            report |= self._ready(prepared, args)
+        self._tell(str(args["page"]), report)
         return {}
 
-    def _read(self, client: SegmentClient, document: str) -> _Prepared:
-        ((fd, size),) = client.map([document])
-        staged = StagedVersion.from_view(MappedSegment(fd, size).view)
+    def _read(self, document: str) -> _Prepared:
+        staged = read_document(self._socket, document)
         layout = staged.manifest.layout
         found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
         self._check_fit(found)
         prepared = _Prepared(staged.manifest.content_digest)
-        for group, segment_id in zip(layout.by_shard, staged.segments, strict=True):
-            ((fd, size),) = client.map([segment_id])
-            mapped = MappedSegment(fd, size)
+        with SegmentClient(self._socket) as client:
+            shards = [MappedSegment(*each) for each in client.map(staged.segments)]
+        for group, mapped in zip(layout.by_shard, shards, strict=True):
             start = 8 + int.from_bytes(mapped.view[:8], "little")
             parse_header(mapped.view[8:start])
             for tensor in group:
@@ -338,7 +407,7 @@ class MemoryRank:
         if "holder" in args:
             live.writers.remember(args, self._socket)
         elif access == "write":
-            live.open_block(self._socket, offer, self.name)
+            live.writers.open_block(self._socket, f"{offer}/{self.name}")
         else:
             facts = self._checkpoint, self._kinds
             live.hand_out(self._socket, offer, self.name, *facts, writable=access != "read")

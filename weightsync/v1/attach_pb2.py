@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from weightsync.v1 import weightsync_pb2 as weightsync_dot_v1_dot_weightsync__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aweightsync/v1/attach.proto\x12\rweightsync.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eweightsync/v1/weightsync.proto\";\n\rAttachRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\"@\n\x0e\x41ttachResponse\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\"\x87\x02\n\x13WriteInPlaceRequest\x12,\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1b.weightsync.v1.BeginInPlaceH\x00\x12,\n\x05renew\x18\x02 \x01(\x0b\x32\x1b.weightsync.v1.RenewInPlaceH\x00\x12.\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x1c.weightsync.v1.CommitInPlaceH\x00\x12,\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x1b.weightsync.v1.AbortInPlaceH\x00\x12.\n\x06\x63opied\x18\x05 \x01(\x0b\x32\x1c.weightsync.v1.CopiedInPlaceH\x00\x42\x06\n\x04step\"\xad\x01\n\x0c\x42\x65ginInPlace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12*\n\x05pause\x18\x04 \x01(\x0b\x32\x1b.weightsync.v1.PauseOptions\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nattachment\x18\x06 \x01(\t\"\x0e\n\x0cRenewInPlace\"\x0f\n\rCommitInPlace\"\x0f\n\rCopiedInPlace\"\x0e\n\x0c\x41\x62ortInPlace\"\xe3\x01\n\x14WriteInPlaceResponse\x12,\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x1b.weightsync.v1.InPlaceBegunH\x00\x12\x34\n\tcommitted\x18\x02 \x01(\x0b\x32\x1f.weightsync.v1.InPlaceCommittedH\x00\x12*\n\x04live\x18\x03 \x01(\x0b\x32\x1a.weightsync.v1.InPlaceLiveH\x00\x12\x30\n\x07revoked\x18\x04 \x01(\x0b\x32\x1d.weightsync.v1.InPlaceRevokedH\x00\x42\t\n\x07outcome\"&\n\x0cInPlaceBegun\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\" \n\x0eInPlaceRevoked\x12\x0e\n\x06reason\x18\x01 \x01(\t\"I\n\x0bInPlaceLive\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12)\n\x06paused\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\">\n\x10InPlaceCommitted\x12*\n\x06report\x18\x01 \x01(\x0b\x32\x1a.weightsync.v1.ApplyReport2\xb3\x01\n\rAttachService\x12\x45\n\x06\x41ttach\x12\x1c.weightsync.v1.AttachRequest\x1a\x1d.weightsync.v1.AttachResponse\x12[\n\x0cWriteInPlace\x12\".weightsync.v1.WriteInPlaceRequest\x1a#.weightsync.v1.WriteInPlaceResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aweightsync/v1/attach.proto\x12\rweightsync.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eweightsync/v1/weightsync.proto\";\n\rAttachRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\"@\n\x0e\x41ttachResponse\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\"\x87\x02\n\x13WriteInPlaceRequest\x12,\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1b.weightsync.v1.BeginInPlaceH\x00\x12,\n\x05renew\x18\x02 \x01(\x0b\x32\x1b.weightsync.v1.RenewInPlaceH\x00\x12.\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x1c.weightsync.v1.CommitInPlaceH\x00\x12,\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x1b.weightsync.v1.AbortInPlaceH\x00\x12.\n\x06\x63opied\x18\x05 \x01(\x0b\x32\x1c.weightsync.v1.CopiedInPlaceH\x00\x42\x06\n\x04step\"\xbc\x01\n\x0c\x42\x65ginInPlace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12*\n\x05pause\x18\x04 \x01(\x0b\x32\x1b.weightsync.v1.PauseOptions\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nattachment\x18\x06 \x01(\t\x12\r\n\x05keyed\x18\x07 \x01(\x08\"\x0e\n\x0cRenewInPlace\"\x0f\n\rCommitInPlace\"\x0f\n\rCopiedInPlace\"\x0e\n\x0c\x41\x62ortInPlace\"\xe3\x01\n\x14WriteInPlaceResponse\x12,\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x1b.weightsync.v1.InPlaceBegunH\x00\x12\x34\n\tcommitted\x18\x02 \x01(\x0b\x32\x1f.weightsync.v1.InPlaceCommittedH\x00\x12*\n\x04live\x18\x03 \x01(\x0b\x32\x1a.weightsync.v1.InPlaceLiveH\x00\x12\x30\n\x07revoked\x18\x04 \x01(\x0b\x32\x1d.weightsync.v1.InPlaceRevokedH\x00\x42\t\n\x07outcome\"&\n\x0cInPlaceBegun\x12\x16\n\x0etransaction_id\x18\x01 \x01(\t\" \n\x0eInPlaceRevoked\x12\x0e\n\x06reason\x18\x01 \x01(\t\"[\n\x0bInPlaceLive\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12)\n\x06paused\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08push_key\x18\x03 \x01(\t\">\n\x10InPlaceCommitted\x12*\n\x06report\x18\x01 \x01(\x0b\x32\x1a.weightsync.v1.ApplyReport2\xb3\x01\n\rAttachService\x12\x45\n\x06\x41ttach\x12\x1c.weightsync.v1.AttachRequest\x1a\x1d.weightsync.v1.AttachResponse\x12[\n\x0cWriteInPlace\x12\".weightsync.v1.WriteInPlaceRequest\x1a#.weightsync.v1.WriteInPlaceResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,25 +40,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WRITEINPLACEREQUEST']._serialized_start=237
   _globals['_WRITEINPLACEREQUEST']._serialized_end=500
   _globals['_BEGININPLACE']._serialized_start=503
-  _globals['_BEGININPLACE']._serialized_end=676
-  _globals['_RENEWINPLACE']._serialized_start=678
-  _globals['_RENEWINPLACE']._serialized_end=692
-  _globals['_COMMITINPLACE']._serialized_start=694
-  _globals['_COMMITINPLACE']._serialized_end=709
-  _globals['_COPIEDINPLACE']._serialized_start=711
-  _globals['_COPIEDINPLACE']._serialized_end=726
-  _globals['_ABORTINPLACE']._serialized_start=728
-  _globals['_ABORTINPLACE']._serialized_end=742
-  _globals['_WRITEINPLACERESPONSE']._serialized_start=745
-  _globals['_WRITEINPLACERESPONSE']._serialized_end=972
-  _globals['_INPLACEBEGUN']._serialized_start=974
-  _globals['_INPLACEBEGUN']._serialized_end=1012
-  _globals['_INPLACEREVOKED']._serialized_start=1014
-  _globals['_INPLACEREVOKED']._serialized_end=1046
-  _globals['_INPLACELIVE']._serialized_start=1048
-  _globals['_INPLACELIVE']._serialized_end=1121
-  _globals['_INPLACECOMMITTED']._serialized_start=1123
-  _globals['_INPLACECOMMITTED']._serialized_end=1185
-  _globals['_ATTACHSERVICE']._serialized_start=1188
-  _globals['_ATTACHSERVICE']._serialized_end=1367
+  _globals['_BEGININPLACE']._serialized_end=691
+  _globals['_RENEWINPLACE']._serialized_start=693
+  _globals['_RENEWINPLACE']._serialized_end=707
+  _globals['_COMMITINPLACE']._serialized_start=709
+  _globals['_COMMITINPLACE']._serialized_end=724
+  _globals['_COPIEDINPLACE']._serialized_start=726
+  _globals['_COPIEDINPLACE']._serialized_end=741
+  _globals['_ABORTINPLACE']._serialized_start=743
+  _globals['_ABORTINPLACE']._serialized_end=757
+  _globals['_WRITEINPLACERESPONSE']._serialized_start=760
+  _globals['_WRITEINPLACERESPONSE']._serialized_end=987
+  _globals['_INPLACEBEGUN']._serialized_start=989
+  _globals['_INPLACEBEGUN']._serialized_end=1027
+  _globals['_INPLACEREVOKED']._serialized_start=1029
+  _globals['_INPLACEREVOKED']._serialized_end=1061
+  _globals['_INPLACELIVE']._serialized_start=1063
+  _globals['_INPLACELIVE']._serialized_end=1154
+  _globals['_INPLACECOMMITTED']._serialized_start=1156
+  _globals['_INPLACECOMMITTED']._serialized_end=1218
+  _globals['_ATTACHSERVICE']._serialized_start=1221
+  _globals['_ATTACHSERVICE']._serialized_end=1400
 # @@protoc_insertion_point(module_scope)

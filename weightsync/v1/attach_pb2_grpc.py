@@ -52,25 +52,25 @@ class AttachServiceServicer:
     """
 
     def Attach(self, request, context):
-        """Has every rank of an engine hand out its live parameters, and tells where they can be fetched:
-        over a unix socket, by the user of the server alone. Elsewhere than on the server's host:
-        FAILED_PRECONDITION, as for a model whose live parameters are no plain copies of its
-        checkpoint, with what stands in the way.
+        """Has every rank of an engine share its live parameters, and returns the unix socket where only
+        the server's own user can fetch them. FAILED_PRECONDITION for a caller on another host, and for
+        a model whose live parameters are not plain copies of its checkpoint, with the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteInPlace(self, request_iterator, context):
-        """One transaction. From Begun on the engine stands still and its parameters may be written by who
-        has them. Commit has every rank digest what it holds, replicas must agree, and the engine
-        generates on it again: Live tells under which version, whose bytes are in the engine's memory
-        alone. Then the trainer pushes what it has written as that version, with the transaction's id as
-        idempotency key, and says Copied; every rank compares all that it holds with what was pushed,
-        and the call ends with Committed. However else it ends (Abort, the end of the stream, a lease
-        that ran out, a rank that holds something else) the version before is put back, proved and
-        served, or the engine is fenced: then the call fails with APPLY_RESTORED or ENGINE_FENCED. Of a
-        version that is not live any more: VERSION_CONFLICT, and nothing is paused.
+        """One transaction. After Begun the engine is paused and the trainer may write the parameters that
+        it attached. On Commit every rank digests what it holds, replicas must agree, and the engine
+        resumes: Live names the new version, whose bytes are in the engine's memory alone. The trainer
+        then pushes what it wrote as that version, with the key of Live as idempotency key. CommitPush
+        has every rank compare all that it holds with what was pushed, and commits it once all of them
+        hold that; the trainer sends Copied, and the call ends with Committed. If it ends in any other
+        way (Abort, end of the stream, an expired lease, a rank that holds something else), the previous
+        version is restored, proved and served, or the engine is fenced; the call, and a push that is
+        not committed yet, fail with APPLY_RESTORED or ENGINE_FENCED. If the base version is no longer
+        live: VERSION_CONFLICT, and nothing is paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

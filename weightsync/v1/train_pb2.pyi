@@ -28,29 +28,29 @@ class _TrainerState:
 class _TrainerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TrainerState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TRAINER_STATE_UNSPECIFIED: _TrainerState.ValueType  # 0
-    """Not said."""
+    """Not known."""
     TRAINER_STATE_STARTING: _TrainerState.ValueType  # 1
     """It starts, or attaches."""
     TRAINER_STATE_READY: _TrainerState.ValueType  # 2
     """It waits for jobs."""
     TRAINER_STATE_TRAINING: _TrainerState.ValueType  # 3
-    """It runs one."""
+    """It runs a job."""
     TRAINER_STATE_AWAY: _TrainerState.ValueType  # 4
-    """It has ended and is started again after a while."""
+    """It has ended and will be restarted after a delay."""
 
 class TrainerState(_TrainerState, metaclass=_TrainerStateEnumTypeWrapper):
-    """Where the trainer's process stands."""
+    """State of the trainer's process."""
 
 TRAINER_STATE_UNSPECIFIED: TrainerState.ValueType  # 0
-"""Not said."""
+"""Not known."""
 TRAINER_STATE_STARTING: TrainerState.ValueType  # 1
 """It starts, or attaches."""
 TRAINER_STATE_READY: TrainerState.ValueType  # 2
 """It waits for jobs."""
 TRAINER_STATE_TRAINING: TrainerState.ValueType  # 3
-"""It runs one."""
+"""It runs a job."""
 TRAINER_STATE_AWAY: TrainerState.ValueType  # 4
-"""It has ended and is started again after a while."""
+"""It has ended and will be restarted after a delay."""
 Global___TrainerState: _TypeAlias = TrainerState  # noqa: Y015
 
 @_typing.final
@@ -65,7 +65,7 @@ class TrainRequest(_message.Message):
     """Model name."""
     @_builtins.property
     def request(self) -> _struct_pb2.Struct:
-        """What the user's class is given, as JSON."""
+        """The argument for the user's class, as JSON."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ Global___TrainRequest: _TypeAlias = TrainRequest  # noqa: Y015
 
 @_typing.final
 class TrainResponse(_message.Message):
-    """What a job has come to."""
+    """An event of a job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -93,22 +93,22 @@ class TrainResponse(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
-    """Names the job, also for CancelTrain."""
+    """Identifies the job, also for CancelTrain."""
     @_builtins.property
     def queued(self) -> Global___TrainQueued:
-        """It waits."""
+        """The job waits."""
 
     @_builtins.property
     def started(self) -> Global___TrainStarted:
-        """The trainer has taken it."""
+        """The trainer has taken the job."""
 
     @_builtins.property
     def step(self) -> Global___TrainStep:
-        """It has done a step."""
+        """The job has done a step."""
 
     @_builtins.property
     def finished(self) -> Global___TrainFinished:
-        """It has ended well; nothing comes after it."""
+        """The job succeeded; this is the last event."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class TrainQueued(_message.Message):
 
     AHEAD_FIELD_NUMBER: _builtins.int
     ahead: _builtins.int
-    """Jobs before it, the one that runs included."""
+    """Jobs before it, the running one included."""
     def __init__(
         self,
         *,
@@ -160,9 +160,9 @@ class TrainStarted(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STATE_VERSION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """The live version that it begins on."""
+    """The live version that the job starts from."""
     state_version: _builtins.int
-    """The version whose state the trainer's optimizer has; 0: it was begun anew."""
+    """The version whose state the trainer's optimizer has; 0: the optimizer was reset."""
     def __init__(
         self,
         *,
@@ -179,7 +179,7 @@ Global___TrainStarted: _TypeAlias = TrainStarted  # noqa: Y015
 
 @_typing.final
 class TrainStep(_message.Message):
-    """One step of a job, as the user's class tells it. Who reads slowly misses some of those that have
+    """One step of a job, as the user's class reports it. A slow reader misses some of the steps that
     committed nothing.
     """
 
@@ -192,11 +192,11 @@ class TrainStep(_message.Message):
     step: _builtins.int
     """Number of the step in this job."""
     loss: _builtins.float
-    """Loss, if it has one."""
+    """Loss, if the step has one."""
     tokens: _builtins.int
-    """Tokens that it was trained on, if known."""
+    """Tokens in the step, if known."""
     version: _builtins.int
-    """The version that is live since this step; 0: it has committed none."""
+    """The version that this step committed and made live; 0: it committed none."""
     def __init__(
         self,
         *,
@@ -222,7 +222,7 @@ Global___TrainStep: _TypeAlias = TrainStep  # noqa: Y015
 
 @_typing.final
 class TrainFinished(_message.Message):
-    """A job has ended well."""
+    """A job has succeeded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -230,9 +230,9 @@ class TrainFinished(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     DURATION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """The version that is live after it."""
+    """The version that is live after the job."""
     steps: _builtins.int
-    """Steps that it has told of."""
+    """Steps that it reported."""
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration:
         """How long it ran."""
@@ -288,11 +288,11 @@ class CheckpointResponse(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Which."""
+    """The durable version."""
     path: _builtins.str
-    """Path of the folder on the server's host; empty: none was asked for."""
+    """Path of the folder on the server's host; empty: no folder was requested."""
     missing: _builtins.str
-    """What a vLLM that loads the folder needs and does not find in it, such as config.json, one
+    """What a vLLM that loads the folder needs and the folder lacks, such as config.json, in one
     sentence; empty: nothing.
     """
     def __init__(
@@ -312,7 +312,7 @@ Global___CheckpointResponse: _TypeAlias = CheckpointResponse  # noqa: Y015
 
 @_typing.final
 class GetTrainStatusRequest(_message.Message):
-    """Asks what the trainer does."""
+    """Asks what the trainer is doing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -334,7 +334,7 @@ Global___GetTrainStatusRequest: _TypeAlias = GetTrainStatusRequest  # noqa: Y015
 
 @_typing.final
 class GetTrainStatusResponse(_message.Message):
-    """What the trainer does."""
+    """What the trainer is doing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -350,27 +350,27 @@ class GetTrainStatusResponse(_message.Message):
     CANCELLED_FIELD_NUMBER: _builtins.int
     STATE_VERSION_FIELD_NUMBER: _builtins.int
     state: Global___TrainerState.ValueType
-    """Where the trainer's process stands."""
+    """State of the trainer's process."""
     reason: _builtins.str
-    """While it is away or starts: why. While it is ready or trains: why it was last started again,
-    until a job has ended well. Empty: nothing is wrong.
+    """While it is away or starting: why. While it is ready or training: why it was last restarted,
+    until a job has succeeded. Empty: nothing is wrong.
     """
     pid: _builtins.int
-    """Process of the trainer; 0: none."""
+    """Process id of the trainer; 0: none."""
     restarts: _builtins.int
-    """Times that it was started anew."""
+    """How often it was restarted."""
     running_job_id: _builtins.str
-    """The job that runs; empty: none."""
+    """The running job; empty: none."""
     running_steps: _builtins.int
-    """Steps that it has told of."""
+    """Steps that it has reported."""
     finished: _builtins.int
-    """Jobs that ended well, that failed, and that were cancelled, since the server started."""
+    """Jobs that succeeded since the server started."""
     failed: _builtins.int
-    """As above."""
+    """Jobs that failed since the server started."""
     cancelled: _builtins.int
-    """As above."""
+    """Jobs that were cancelled since the server started."""
     state_version: _builtins.int
-    """The version whose state the trainer's optimizer has; 0: it was begun anew."""
+    """The version whose state the trainer's optimizer has; 0: the optimizer was reset."""
     @_builtins.property
     def queued_job_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Jobs that wait."""
@@ -409,7 +409,7 @@ class CancelTrainRequest(_message.Message):
     model: _builtins.str
     """Model name."""
     job_id: _builtins.str
-    """From TrainResponse; of one that neither waits nor runs: JOB_UNKNOWN."""
+    """From TrainResponse; JOB_UNKNOWN if that job neither waits nor runs."""
     def __init__(
         self,
         *,
@@ -426,7 +426,7 @@ Global___CancelTrainRequest: _TypeAlias = CancelTrainRequest  # noqa: Y015
 
 @_typing.final
 class CancelTrainResponse(_message.Message):
-    """The job has ended or does so."""
+    """The job has ended or is ending."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

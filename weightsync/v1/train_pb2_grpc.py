@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainServiceStub:
-    """Served where weightsync-server was started with --trainer; UNIMPLEMENTED elsewhere.
+    """Served when weightsync-server was started with --trainer; UNIMPLEMENTED otherwise.
     """
 
     def __init__(self, channel):
@@ -58,16 +58,17 @@ class TrainServiceStub:
 
 
 class TrainServiceServicer:
-    """Served where weightsync-server was started with --trainer; UNIMPLEMENTED elsewhere.
+    """Served when weightsync-server was started with --trainer; UNIMPLEMENTED otherwise.
     """
 
     def Train(self, request, context):
-        """Hands the trainer a request, and tells of it to its end. Jobs run one at a time, in the order in
-        which they came; with the queue full: RESOURCE_EXHAUSTED. A caller that leaves has cancelled its
-        job. What a job has not committed leaves nothing behind: a trainer that fails (TRAINER_FAILED;
-        metadata of ErrorInfo: `traceback`, the end of that of the user's class, and `cause`, the reason
-        where the service itself refused it something), dies (TRAINER_AWAY) or is cancelled (CANCELLED)
-        changes nothing that is served. What was committed is in `version` of the metadata.
+        """Gives the trainer a request, and streams its events until it ends. Jobs run one at a time, in
+        order of arrival; RESOURCE_EXHAUSTED when the queue is full. The job is cancelled when its
+        caller disconnects. Steps that a job did not commit are undone: a trainer that fails
+        (TRAINER_FAILED; metadata of ErrorInfo: `traceback`, the end of the traceback of the user's
+        class, and `cause`, the reason when the service itself refused it something), dies
+        (TRAINER_AWAY) or is cancelled (CANCELLED) changes nothing that is served. `version` in the
+        metadata is what the job had committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,23 +76,24 @@ class TrainServiceServicer:
 
     def Checkpoint(self, request, context):
         """Returns when the live version is durable in the version store, with the trainer's state, and
-        optionally is a folder of the Hugging Face layout that a new vLLM can load. Waits for the job
-        that runs; at most one is written and trainer_queue wait (LIMIT_EXCEEDED). A caller that leaves
-        ends it. Of the folders that the server has made checkpoint_folders stay, the newest.
+        optionally written as a folder in the Hugging Face layout that a new vLLM can load. Waits for
+        the running job; at most one checkpoint is being written while trainer_queue others wait
+        (LIMIT_EXCEEDED). Ends when its caller disconnects. Of the folders that the server made, the
+        newest checkpoint_folders are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrainStatus(self, request, context):
-        """Tells what the trainer does.
+        """Returns what the trainer is doing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelTrain(self, request, context):
-        """Ends a job that waits or runs. What it has committed stays; what it has not is taken back.
+        """Ends a job that waits or runs. What it has committed stays; the rest is undone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,7 +131,7 @@ def add_TrainServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainService:
-    """Served where weightsync-server was started with --trainer; UNIMPLEMENTED elsewhere.
+    """Served when weightsync-server was started with --trainer; UNIMPLEMENTED otherwise.
     """
 
     @staticmethod

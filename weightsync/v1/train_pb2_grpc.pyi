@@ -27,57 +27,61 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainServiceStub:
-    """Served where weightsync-server was started with --trainer; UNIMPLEMENTED elsewhere."""
+    """Served when weightsync-server was started with --trainer; UNIMPLEMENTED otherwise."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainServiceAsyncStub: ...
     Train: _grpc.UnaryStreamMultiCallable[_train_pb2.TrainRequest, _train_pb2.TrainResponse]
-    """Hands the trainer a request, and tells of it to its end. Jobs run one at a time, in the order in
-    which they came; with the queue full: RESOURCE_EXHAUSTED. A caller that leaves has cancelled its
-    job. What a job has not committed leaves nothing behind: a trainer that fails (TRAINER_FAILED;
-    metadata of ErrorInfo: `traceback`, the end of that of the user's class, and `cause`, the reason
-    where the service itself refused it something), dies (TRAINER_AWAY) or is cancelled (CANCELLED)
-    changes nothing that is served. What was committed is in `version` of the metadata.
+    """Gives the trainer a request, and streams its events until it ends. Jobs run one at a time, in
+    order of arrival; RESOURCE_EXHAUSTED when the queue is full. The job is cancelled when its
+    caller disconnects. Steps that a job did not commit are undone: a trainer that fails
+    (TRAINER_FAILED; metadata of ErrorInfo: `traceback`, the end of the traceback of the user's
+    class, and `cause`, the reason when the service itself refused it something), dies
+    (TRAINER_AWAY) or is cancelled (CANCELLED) changes nothing that is served. `version` in the
+    metadata is what the job had committed.
     """
     Checkpoint: _grpc.UnaryUnaryMultiCallable[_train_pb2.CheckpointRequest, _train_pb2.CheckpointResponse]
     """Returns when the live version is durable in the version store, with the trainer's state, and
-    optionally is a folder of the Hugging Face layout that a new vLLM can load. Waits for the job
-    that runs; at most one is written and trainer_queue wait (LIMIT_EXCEEDED). A caller that leaves
-    ends it. Of the folders that the server has made checkpoint_folders stay, the newest.
+    optionally written as a folder in the Hugging Face layout that a new vLLM can load. Waits for
+    the running job; at most one checkpoint is being written while trainer_queue others wait
+    (LIMIT_EXCEEDED). Ends when its caller disconnects. Of the folders that the server made, the
+    newest checkpoint_folders are kept.
     """
     GetTrainStatus: _grpc.UnaryUnaryMultiCallable[_train_pb2.GetTrainStatusRequest, _train_pb2.GetTrainStatusResponse]
-    """Tells what the trainer does."""
+    """Returns what the trainer is doing."""
     CancelTrain: _grpc.UnaryUnaryMultiCallable[_train_pb2.CancelTrainRequest, _train_pb2.CancelTrainResponse]
-    """Ends a job that waits or runs. What it has committed stays; what it has not is taken back."""
+    """Ends a job that waits or runs. What it has committed stays; the rest is undone."""
 
 @_typing.type_check_only
 class TrainServiceAsyncStub(TrainServiceStub):
-    """Served where weightsync-server was started with --trainer; UNIMPLEMENTED elsewhere."""
+    """Served when weightsync-server was started with --trainer; UNIMPLEMENTED otherwise."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Train: _aio.UnaryStreamMultiCallable[_train_pb2.TrainRequest, _train_pb2.TrainResponse]  # type: ignore[assignment]
-    """Hands the trainer a request, and tells of it to its end. Jobs run one at a time, in the order in
-    which they came; with the queue full: RESOURCE_EXHAUSTED. A caller that leaves has cancelled its
-    job. What a job has not committed leaves nothing behind: a trainer that fails (TRAINER_FAILED;
-    metadata of ErrorInfo: `traceback`, the end of that of the user's class, and `cause`, the reason
-    where the service itself refused it something), dies (TRAINER_AWAY) or is cancelled (CANCELLED)
-    changes nothing that is served. What was committed is in `version` of the metadata.
+    """Gives the trainer a request, and streams its events until it ends. Jobs run one at a time, in
+    order of arrival; RESOURCE_EXHAUSTED when the queue is full. The job is cancelled when its
+    caller disconnects. Steps that a job did not commit are undone: a trainer that fails
+    (TRAINER_FAILED; metadata of ErrorInfo: `traceback`, the end of the traceback of the user's
+    class, and `cause`, the reason when the service itself refused it something), dies
+    (TRAINER_AWAY) or is cancelled (CANCELLED) changes nothing that is served. `version` in the
+    metadata is what the job had committed.
     """
     Checkpoint: _aio.UnaryUnaryMultiCallable[_train_pb2.CheckpointRequest, _train_pb2.CheckpointResponse]  # type: ignore[assignment]
     """Returns when the live version is durable in the version store, with the trainer's state, and
-    optionally is a folder of the Hugging Face layout that a new vLLM can load. Waits for the job
-    that runs; at most one is written and trainer_queue wait (LIMIT_EXCEEDED). A caller that leaves
-    ends it. Of the folders that the server has made checkpoint_folders stay, the newest.
+    optionally written as a folder in the Hugging Face layout that a new vLLM can load. Waits for
+    the running job; at most one checkpoint is being written while trainer_queue others wait
+    (LIMIT_EXCEEDED). Ends when its caller disconnects. Of the folders that the server made, the
+    newest checkpoint_folders are kept.
     """
     GetTrainStatus: _aio.UnaryUnaryMultiCallable[_train_pb2.GetTrainStatusRequest, _train_pb2.GetTrainStatusResponse]  # type: ignore[assignment]
-    """Tells what the trainer does."""
+    """Returns what the trainer is doing."""
     CancelTrain: _aio.UnaryUnaryMultiCallable[_train_pb2.CancelTrainRequest, _train_pb2.CancelTrainResponse]  # type: ignore[assignment]
-    """Ends a job that waits or runs. What it has committed stays; what it has not is taken back."""
+    """Ends a job that waits or runs. What it has committed stays; the rest is undone."""
 
 class TrainServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served where weightsync-server was started with --trainer; UNIMPLEMENTED elsewhere."""
+    """Served when weightsync-server was started with --trainer; UNIMPLEMENTED otherwise."""
 
     @_abc_1.abstractmethod
     def Train(
@@ -85,12 +89,13 @@ class TrainServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.TrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_train_pb2.TrainResponse], _abc.AsyncIterator[_train_pb2.TrainResponse]]:
-        """Hands the trainer a request, and tells of it to its end. Jobs run one at a time, in the order in
-        which they came; with the queue full: RESOURCE_EXHAUSTED. A caller that leaves has cancelled its
-        job. What a job has not committed leaves nothing behind: a trainer that fails (TRAINER_FAILED;
-        metadata of ErrorInfo: `traceback`, the end of that of the user's class, and `cause`, the reason
-        where the service itself refused it something), dies (TRAINER_AWAY) or is cancelled (CANCELLED)
-        changes nothing that is served. What was committed is in `version` of the metadata.
+        """Gives the trainer a request, and streams its events until it ends. Jobs run one at a time, in
+        order of arrival; RESOURCE_EXHAUSTED when the queue is full. The job is cancelled when its
+        caller disconnects. Steps that a job did not commit are undone: a trainer that fails
+        (TRAINER_FAILED; metadata of ErrorInfo: `traceback`, the end of the traceback of the user's
+        class, and `cause`, the reason when the service itself refused it something), dies
+        (TRAINER_AWAY) or is cancelled (CANCELLED) changes nothing that is served. `version` in the
+        metadata is what the job had committed.
         """
 
     @_abc_1.abstractmethod
@@ -100,9 +105,10 @@ class TrainServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.CheckpointResponse, _abc.Awaitable[_train_pb2.CheckpointResponse]]:
         """Returns when the live version is durable in the version store, with the trainer's state, and
-        optionally is a folder of the Hugging Face layout that a new vLLM can load. Waits for the job
-        that runs; at most one is written and trainer_queue wait (LIMIT_EXCEEDED). A caller that leaves
-        ends it. Of the folders that the server has made checkpoint_folders stay, the newest.
+        optionally written as a folder in the Hugging Face layout that a new vLLM can load. Waits for
+        the running job; at most one checkpoint is being written while trainer_queue others wait
+        (LIMIT_EXCEEDED). Ends when its caller disconnects. Of the folders that the server made, the
+        newest checkpoint_folders are kept.
         """
 
     @_abc_1.abstractmethod
@@ -111,7 +117,7 @@ class TrainServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.GetTrainStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.GetTrainStatusResponse, _abc.Awaitable[_train_pb2.GetTrainStatusResponse]]:
-        """Tells what the trainer does."""
+        """Returns what the trainer is doing."""
 
     @_abc_1.abstractmethod
     def CancelTrain(
@@ -119,6 +125,6 @@ class TrainServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.CancelTrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.CancelTrainResponse, _abc.Awaitable[_train_pb2.CancelTrainResponse]]:
-        """Ends a job that waits or runs. What it has committed stays; what it has not is taken back."""
+        """Ends a job that waits or runs. What it has committed stays; the rest is undone."""
 
 def add_TrainServiceServicer_to_server(servicer: TrainServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,8 +4,8 @@ isort:skip_file
 The wire contract of WeightSync. This file is the API reference.
 
 Identity of a version. The content digest is the xxh3-128 (seed 0, canonical big-endian, 32
-lower-case hexadecimal digits) of the concatenation, over all tensors sorted by the UTF-8 bytes of
-their names, of these lines, each ended by one line feed (0x0A):
+lower-case hexadecimal digits) of one line for each tensor, sorted by the UTF-8 bytes of their
+names, each line ended by one line feed (0x0A):
   <name as a JSON string, ASCII only> <dtype> <dims joined by ","> <xxh3-128 of the bytes, hex>
 with one space between the four fields; a 0-dim tensor has an empty third field. dtype is the
 safetensors name (BF16, F32, ...). The layout digest is the same over
@@ -15,8 +15,8 @@ a line for each shard in order, with size_bytes and header_bytes as in LayoutPar
   <shard> <size_bytes> <header_bytes>
 The layout signature is the same over <name> <dtype> <dims> alone.
 
-Errors carry google.rpc.ErrorInfo with domain "weightsync" and a stable reason, and where they
-help RetryInfo or BadRequest. ABORTED: read the state again, then retry. UNAVAILABLE: retry the
+Errors carry google.rpc.ErrorInfo with domain "weightsync" and a stable reason, and RetryInfo or
+BadRequest where they help. ABORTED: read the state again, then retry. UNAVAILABLE: retry the
 same call. FAILED_PRECONDITION: do not retry, do what the message says. DATA_LOSS: bytes that the
 server stored or staged no longer have their digest.
 """
@@ -50,8 +50,8 @@ class _PushKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PushKind.Val
     PUSH_KIND_FULL: _PushKind.ValueType  # 1
     """Every tensor in full."""
     PUSH_KIND_DELTA: _PushKind.ValueType  # 2
-    """What changed since a base version, in shards of the format WSD1 (docs/delta-format.md). Tensors
-    that are in no shard are those of the base.
+    """What changed since a base version, in shards of the format WSD1
+    (docs/reference/delta-format.md). Tensors in no shard are those of the base.
     """
 
 class PushKind(_PushKind, metaclass=_PushKindEnumTypeWrapper):
@@ -62,8 +62,8 @@ PUSH_KIND_UNSPECIFIED: PushKind.ValueType  # 0
 PUSH_KIND_FULL: PushKind.ValueType  # 1
 """Every tensor in full."""
 PUSH_KIND_DELTA: PushKind.ValueType  # 2
-"""What changed since a base version, in shards of the format WSD1 (docs/delta-format.md). Tensors
-that are in no shard are those of the base.
+"""What changed since a base version, in shards of the format WSD1
+(docs/reference/delta-format.md). Tensors in no shard are those of the base.
 """
 Global___PushKind: _TypeAlias = PushKind  # noqa: Y015
 
@@ -76,13 +76,13 @@ class _DurabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Durability
     DURABILITY_UNSPECIFIED: _Durability.ValueType  # 0
     """Not known."""
     DURABILITY_RECEIVING: _Durability.ValueType  # 1
-    """Not in the store yet: its bytes are coming in, or are staged and still being written. It can be
-    live when an apply did not require it to be durable.
+    """Not in the store yet: its bytes are arriving, or are staged and being written. It can be live
+    if an apply did not require it to be durable.
     """
     DURABILITY_COMMITTED: _Durability.ValueType  # 2
-    """Acknowledged: it is in the store. With the store memory:// it lives as long as the server."""
+    """Acknowledged: it is in the store. With the store memory:// it lasts as long as the server."""
     DURABILITY_FAILED: _Durability.ValueType  # 3
-    """The push ended without a commit. A version that was live by then stays until another one is."""
+    """The push ended without a commit. If the version was live by then, it stays until another is."""
 
 class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
     """Whether a version survives a crash of the server."""
@@ -90,13 +90,13 @@ class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
 DURABILITY_UNSPECIFIED: Durability.ValueType  # 0
 """Not known."""
 DURABILITY_RECEIVING: Durability.ValueType  # 1
-"""Not in the store yet: its bytes are coming in, or are staged and still being written. It can be
-live when an apply did not require it to be durable.
+"""Not in the store yet: its bytes are arriving, or are staged and being written. It can be live
+if an apply did not require it to be durable.
 """
 DURABILITY_COMMITTED: Durability.ValueType  # 2
-"""Acknowledged: it is in the store. With the store memory:// it lives as long as the server."""
+"""Acknowledged: it is in the store. With the store memory:// it lasts as long as the server."""
 DURABILITY_FAILED: Durability.ValueType  # 3
-"""The push ended without a commit. A version that was live by then stays until another one is."""
+"""The push ended without a commit. If the version was live by then, it stays until another is."""
 Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
 class _Residency:
@@ -110,28 +110,28 @@ class _ResidencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Residency.V
     RESIDENCY_ABSENT: _Residency.ValueType  # 1
     """Not in memory: an apply reads it from the store first."""
     RESIDENCY_STAGING: _Residency.ValueType  # 2
-    """On its way into a slot."""
+    """Being staged in a slot."""
     RESIDENCY_STAGED: _Residency.ValueType  # 3
     """In a slot, every tensor digest verified."""
     RESIDENCY_DEVICE: _Residency.ValueType  # 4
-    """In an engine's own memory alone, where a trainer has written it: it is live, and is being
-    pushed. Should that fail, the version before is served again.
+    """Only in the memory of an engine, where a trainer has written it: it is live, and is being
+    pushed. If the push fails, the previous version is served again.
     """
 
 class Residency(_Residency, metaclass=_ResidencyEnumTypeWrapper):
-    """Whether a version lies in this host's shared memory."""
+    """Whether a version is in this host's shared memory."""
 
 RESIDENCY_UNSPECIFIED: Residency.ValueType  # 0
 """Not known."""
 RESIDENCY_ABSENT: Residency.ValueType  # 1
 """Not in memory: an apply reads it from the store first."""
 RESIDENCY_STAGING: Residency.ValueType  # 2
-"""On its way into a slot."""
+"""Being staged in a slot."""
 RESIDENCY_STAGED: Residency.ValueType  # 3
 """In a slot, every tensor digest verified."""
 RESIDENCY_DEVICE: Residency.ValueType  # 4
-"""In an engine's own memory alone, where a trainer has written it: it is live, and is being
-pushed. Should that fail, the version before is served again.
+"""Only in the memory of an engine, where a trainer has written it: it is live, and is being
+pushed. If the push fails, the previous version is served again.
 """
 Global___Residency: _TypeAlias = Residency  # noqa: Y015
 
@@ -148,9 +148,7 @@ class _ServingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Serving.Value
     SERVING_LIVE: _Serving.ValueType  # 2
     """Served by every rank."""
     SERVING_REJECTED: _Serving.ValueType  # 3
-    """Left by a rollback or a failed apply; "newest" skips its content, whatever
-    its number.
-    """
+    """Left by a rollback or a failed apply; "newest" skips its content, under any number."""
 
 class Serving(_Serving, metaclass=_ServingEnumTypeWrapper):
     """Whether the engine serves a version."""
@@ -162,9 +160,7 @@ SERVING_NO: Serving.ValueType  # 1
 SERVING_LIVE: Serving.ValueType  # 2
 """Served by every rank."""
 SERVING_REJECTED: Serving.ValueType  # 3
-"""Left by a rollback or a failed apply; "newest" skips its content, whatever
-its number.
-"""
+"""Left by a rollback or a failed apply; "newest" skips its content, under any number."""
 Global___Serving: _TypeAlias = Serving  # noqa: Y015
 
 class _PauseMode:
@@ -176,18 +172,18 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
     """Same as PAUSE_MODE_KEEP."""
     PAUSE_MODE_KEEP: _PauseMode.ValueType  # 1
-    """They stop between two tokens and go on afterwards."""
+    """They stop between two tokens and continue afterwards."""
     PAUSE_MODE_WAIT: _PauseMode.ValueType  # 2
-    """They are finished first, new ones wait. Bounded by wait_timeout."""
+    """They finish first; new requests wait. Bounded by wait_timeout."""
     PAUSE_MODE_ABORT: _PauseMode.ValueType  # 3
-    """They are ended with the tokens they have."""
+    """They end with the tokens that they have."""
     PAUSE_MODE_BETWEEN_STEPS: _PauseMode.ValueType  # 4
-    """Nothing pauses: between two steps every rank writes and proves the version, and all agree on it;
-    where one fails, all put the old version back before the next step, or the engine ends. Caches
-    are kept, so CACHE_MODE_RECOMPUTE is refused. vLLM's version labels of tokens are off by at most
-    one step (by more only after a switch that failed, until the old label is set again). Needs the
-    engine's capability between_steps. The first version of a new layout pauses once before, for its
-    load plan.
+    """No pause: between two steps every rank writes and proves the version, and all must agree on it;
+    if one fails, all restore the old version before the next step, or the engine ends. Caches are
+    kept, so CACHE_MODE_RECOMPUTE is refused. vLLM's version labels of tokens are off by at most
+    one step (by more only after a failed switch, until the old label is set again). Needs the
+    engine's capability between_steps. The first version of a new layout pauses once, for its load
+    plan.
     """
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
@@ -196,18 +192,18 @@ class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
 PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
 """Same as PAUSE_MODE_KEEP."""
 PAUSE_MODE_KEEP: PauseMode.ValueType  # 1
-"""They stop between two tokens and go on afterwards."""
+"""They stop between two tokens and continue afterwards."""
 PAUSE_MODE_WAIT: PauseMode.ValueType  # 2
-"""They are finished first, new ones wait. Bounded by wait_timeout."""
+"""They finish first; new requests wait. Bounded by wait_timeout."""
 PAUSE_MODE_ABORT: PauseMode.ValueType  # 3
-"""They are ended with the tokens they have."""
+"""They end with the tokens that they have."""
 PAUSE_MODE_BETWEEN_STEPS: PauseMode.ValueType  # 4
-"""Nothing pauses: between two steps every rank writes and proves the version, and all agree on it;
-where one fails, all put the old version back before the next step, or the engine ends. Caches
-are kept, so CACHE_MODE_RECOMPUTE is refused. vLLM's version labels of tokens are off by at most
-one step (by more only after a switch that failed, until the old label is set again). Needs the
-engine's capability between_steps. The first version of a new layout pauses once before, for its
-load plan.
+"""No pause: between two steps every rank writes and proves the version, and all must agree on it;
+if one fails, all restore the old version before the next step, or the engine ends. Caches are
+kept, so CACHE_MODE_RECOMPUTE is refused. vLLM's version labels of tokens are off by at most
+one step (by more only after a failed switch, until the old label is set again). Needs the
+engine's capability between_steps. The first version of a new layout pauses once, for its load
+plan.
 """
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
@@ -218,21 +214,21 @@ class _CacheMode:
 class _CacheModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CACHE_MODE_UNSPECIFIED: _CacheMode.ValueType  # 0
-    """Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS as CACHE_MODE_KEEP."""
+    """Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS, same as CACHE_MODE_KEEP."""
     CACHE_MODE_RECOMPUTE: _CacheMode.ValueType  # 1
     """All caches are cleared and requests in flight are prefilled again: exact."""
     CACHE_MODE_KEEP: _CacheMode.ValueType  # 2
-    """Kept: the shortest gap; old keys are used with new weights."""
+    """Caches are kept: the shortest gap, but old keys are used with new weights."""
 
 class CacheMode(_CacheMode, metaclass=_CacheModeEnumTypeWrapper):
     """What happens to key-value and prefix caches computed under the old weights."""
 
 CACHE_MODE_UNSPECIFIED: CacheMode.ValueType  # 0
-"""Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS as CACHE_MODE_KEEP."""
+"""Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS, same as CACHE_MODE_KEEP."""
 CACHE_MODE_RECOMPUTE: CacheMode.ValueType  # 1
 """All caches are cleared and requests in flight are prefilled again: exact."""
 CACHE_MODE_KEEP: CacheMode.ValueType  # 2
-"""Kept: the shortest gap; old keys are used with new weights."""
+"""Caches are kept: the shortest gap, but old keys are used with new weights."""
 Global___CacheMode: _TypeAlias = CacheMode  # noqa: Y015
 
 class _ApplyOutcome:
@@ -246,9 +242,9 @@ class _ApplyOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ApplyOut
     APPLY_OUTCOME_APPLIED: _ApplyOutcome.ValueType  # 1
     """The version is live and verified on every rank."""
     APPLY_OUTCOME_ALREADY_LIVE: _ApplyOutcome.ValueType  # 2
-    """It was live already; nothing was done."""
+    """The version was already live; nothing was done."""
     APPLY_OUTCOME_PLANNED: _ApplyOutcome.ValueType  # 3
-    """Dry run: nothing was done, the plan says what would be."""
+    """Dry run: nothing was done; the plan shows what an apply would do."""
 
 class ApplyOutcome(_ApplyOutcome, metaclass=_ApplyOutcomeEnumTypeWrapper):
     """How an apply ended."""
@@ -258,9 +254,9 @@ APPLY_OUTCOME_UNSPECIFIED: ApplyOutcome.ValueType  # 0
 APPLY_OUTCOME_APPLIED: ApplyOutcome.ValueType  # 1
 """The version is live and verified on every rank."""
 APPLY_OUTCOME_ALREADY_LIVE: ApplyOutcome.ValueType  # 2
-"""It was live already; nothing was done."""
+"""The version was already live; nothing was done."""
 APPLY_OUTCOME_PLANNED: ApplyOutcome.ValueType  # 3
-"""Dry run: nothing was done, the plan says what would be."""
+"""Dry run: nothing was done; the plan shows what an apply would do."""
 Global___ApplyOutcome: _TypeAlias = ApplyOutcome  # noqa: Y015
 
 class _LiveCheck:
@@ -272,26 +268,26 @@ class _LiveCheckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LiveCheck.V
     LIVE_CHECK_UNSPECIFIED: _LiveCheck.ValueType  # 0
     """The version is not live."""
     LIVE_CHECK_PENDING: _LiveCheck.ValueType  # 1
-    """What changed was compared, the rest is still to come."""
+    """The changes were compared; the rest is not compared yet."""
     LIVE_CHECK_PASSED: _LiveCheck.ValueType  # 2
     """Every parameter of every rank holds the version."""
     LIVE_CHECK_FAILED: _LiveCheck.ValueType  # 3
-    """Some parameter did not; the version is placed again in full."""
+    """Some parameter does not hold the version, which is now written again in full."""
 
 class LiveCheck(_LiveCheck, metaclass=_LiveCheckEnumTypeWrapper):
-    """Whether the live parameters were compared with the version as a whole. An apply that writes all of
-    them compares all of them in the pause; one that writes only what changed compares that, and
-    everything within a minute after it.
+    """Whether the live parameters were compared with the whole version. An apply that writes all of
+    them compares all of them in the pause; one that writes only changes compares those in the pause,
+    and everything within a minute after it.
     """
 
 LIVE_CHECK_UNSPECIFIED: LiveCheck.ValueType  # 0
 """The version is not live."""
 LIVE_CHECK_PENDING: LiveCheck.ValueType  # 1
-"""What changed was compared, the rest is still to come."""
+"""The changes were compared; the rest is not compared yet."""
 LIVE_CHECK_PASSED: LiveCheck.ValueType  # 2
 """Every parameter of every rank holds the version."""
 LIVE_CHECK_FAILED: LiveCheck.ValueType  # 3
-"""Some parameter did not; the version is placed again in full."""
+"""Some parameter does not hold the version, which is now written again in full."""
 Global___LiveCheck: _TypeAlias = LiveCheck  # noqa: Y015
 
 class _LayoutCheck:
@@ -303,22 +299,22 @@ class _LayoutCheckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LayoutChe
     LAYOUT_CHECK_UNSPECIFIED: _LayoutCheck.ValueType  # 0
     """Not known: an older server."""
     LAYOUT_CHECK_UNCHECKED: _LayoutCheck.ValueType  # 1
-    """No engine could be asked, or not within 10 s; an apply may refuse the version."""
+    """No engine could be asked, or none answered within 10 s; an apply may refuse the version."""
     LAYOUT_CHECK_PASSED: _LayoutCheck.ValueType  # 2
-    """The engine takes every one of them."""
+    """The engine accepts all of them."""
 
 class LayoutCheck(_LayoutCheck, metaclass=_LayoutCheckEnumTypeWrapper):
-    """Whether the engine was asked if it takes tensors of these names, dtypes and shapes. It is when
-    their layout comes, before their bytes; where it does not take them the push ends with
-    FAILED_PRECONDITION, ENGINE_REFUSED, and their names.
+    """Whether the engine accepts tensors of these names, dtypes and shapes. It is asked when their
+    layout arrives, before their bytes; if it refuses them, the push ends with FAILED_PRECONDITION,
+    ENGINE_REFUSED, and their names.
     """
 
 LAYOUT_CHECK_UNSPECIFIED: LayoutCheck.ValueType  # 0
 """Not known: an older server."""
 LAYOUT_CHECK_UNCHECKED: LayoutCheck.ValueType  # 1
-"""No engine could be asked, or not within 10 s; an apply may refuse the version."""
+"""No engine could be asked, or none answered within 10 s; an apply may refuse the version."""
 LAYOUT_CHECK_PASSED: LayoutCheck.ValueType  # 2
-"""The engine takes every one of them."""
+"""The engine accepts all of them."""
 Global___LayoutCheck: _TypeAlias = LayoutCheck  # noqa: Y015
 
 class _ApplyStrategy:
@@ -334,7 +330,7 @@ class _ApplyStrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ApplySt
     APPLY_STRATEGY_PATCH: _ApplyStrategy.ValueType  # 2
     """Only the elements that differ from the live version, where that is less work."""
     APPLY_STRATEGY_TWIN: _ApplyStrategy.ValueType  # 3
-    """All of it was loaded beside generation and is exchanged with what is live."""
+    """The whole version was loaded beside generation and is exchanged with the live weights."""
 
 class ApplyStrategy(_ApplyStrategy, metaclass=_ApplyStrategyEnumTypeWrapper):
     """How an apply writes parameters."""
@@ -346,7 +342,7 @@ APPLY_STRATEGY_COPY: ApplyStrategy.ValueType  # 1
 APPLY_STRATEGY_PATCH: ApplyStrategy.ValueType  # 2
 """Only the elements that differ from the live version, where that is less work."""
 APPLY_STRATEGY_TWIN: ApplyStrategy.ValueType  # 3
-"""All of it was loaded beside generation and is exchanged with what is live."""
+"""The whole version was loaded beside generation and is exchanged with the live weights."""
 Global___ApplyStrategy: _TypeAlias = ApplyStrategy  # noqa: Y015
 
 class _Transform:
@@ -358,19 +354,19 @@ class _TransformEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transform.V
     TRANSFORM_UNSPECIFIED: _Transform.ValueType  # 0
     """Not known."""
     TRANSFORM_PLAN: _Transform.ValueType  # 1
-    """Every live byte is a copy of one of the version's."""
+    """Every live byte is a copy of a byte of the version."""
     TRANSFORM_TWIN: _Transform.ValueType  # 2
-    """vLLM computes the live bytes: a loader beside the rank loads each version before it is applied."""
+    """vLLM computes the live bytes: a loader beside the rank loads each version before its apply."""
 
 class Transform(_Transform, metaclass=_TransformEnumTypeWrapper):
-    """What leads from a version's bytes to a rank's live bytes."""
+    """How a version's bytes become a rank's live bytes."""
 
 TRANSFORM_UNSPECIFIED: Transform.ValueType  # 0
 """Not known."""
 TRANSFORM_PLAN: Transform.ValueType  # 1
-"""Every live byte is a copy of one of the version's."""
+"""Every live byte is a copy of a byte of the version."""
 TRANSFORM_TWIN: Transform.ValueType  # 2
-"""vLLM computes the live bytes: a loader beside the rank loads each version before it is applied."""
+"""vLLM computes the live bytes: a loader beside the rank loads each version before its apply."""
 Global___Transform: _TypeAlias = Transform  # noqa: Y015
 
 class _LoaderState:
@@ -380,33 +376,33 @@ class _LoaderState:
 class _LoaderStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LoaderState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     LOADER_STATE_UNSPECIFIED: _LoaderState.ValueType  # 0
-    """There is none: versions go through the plan."""
+    """The rank has no loader: versions go through the plan."""
     LOADER_STATE_STARTING: _LoaderState.ValueType  # 1
-    """It comes up."""
+    """It starts."""
     LOADER_STATE_PROVING: _LoaderState.ValueType  # 2
-    """It loads the engine's own checkpoint, which must come out as vLLM's own load did."""
+    """It loads the engine's own checkpoint; the result must equal that of vLLM's own load."""
     LOADER_STATE_READY: _LoaderState.ValueType  # 3
-    """It waits; what it loaded last lies beside the live weights."""
+    """It waits; its last load is kept beside the live weights."""
     LOADER_STATE_LOADING: _LoaderState.ValueType  # 4
     """It loads a version."""
     LOADER_STATE_FAILED: _LoaderState.ValueType  # 5
-    """The last load failed; another loader takes its place."""
+    """The last load failed; another loader replaces it."""
 
 class LoaderState(_LoaderState, metaclass=_LoaderStateEnumTypeWrapper):
-    """What a rank's loader does."""
+    """What a rank's loader is doing."""
 
 LOADER_STATE_UNSPECIFIED: LoaderState.ValueType  # 0
-"""There is none: versions go through the plan."""
+"""The rank has no loader: versions go through the plan."""
 LOADER_STATE_STARTING: LoaderState.ValueType  # 1
-"""It comes up."""
+"""It starts."""
 LOADER_STATE_PROVING: LoaderState.ValueType  # 2
-"""It loads the engine's own checkpoint, which must come out as vLLM's own load did."""
+"""It loads the engine's own checkpoint; the result must equal that of vLLM's own load."""
 LOADER_STATE_READY: LoaderState.ValueType  # 3
-"""It waits; what it loaded last lies beside the live weights."""
+"""It waits; its last load is kept beside the live weights."""
 LOADER_STATE_LOADING: LoaderState.ValueType  # 4
 """It loads a version."""
 LOADER_STATE_FAILED: LoaderState.ValueType  # 5
-"""The last load failed; another loader takes its place."""
+"""The last load failed; another loader replaces it."""
 Global___LoaderState: _TypeAlias = LoaderState  # noqa: Y015
 
 class _EngineState:
@@ -428,8 +424,8 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     ENGINE_STATE_FENCED: _EngineState.ValueType  # 5
     """Paused and not serving, because its weights are not known to be one whole version."""
     ENGINE_STATE_PROVING: _EngineState.ValueType  # 6
-    """Generating with what vLLM itself has loaded, which a second load is compared with beside it.
-    Applies wait until that is proved to be one version.
+    """Generating with the weights that vLLM itself loaded, while a second load is compared with them.
+    Applies wait until they are proved to be one version.
     """
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
@@ -448,8 +444,8 @@ ENGINE_STATE_APPLYING: EngineState.ValueType  # 4
 ENGINE_STATE_FENCED: EngineState.ValueType  # 5
 """Paused and not serving, because its weights are not known to be one whole version."""
 ENGINE_STATE_PROVING: EngineState.ValueType  # 6
-"""Generating with what vLLM itself has loaded, which a second load is compared with beside it.
-Applies wait until that is proved to be one version.
+"""Generating with the weights that vLLM itself loaded, while a second load is compared with them.
+Applies wait until they are proved to be one version.
 """
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
@@ -462,26 +458,26 @@ class _EngineOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineOrd
     ENGINE_ORDER_UNSPECIFIED: _EngineOrder.ValueType  # 0
     """ENGINE_ORDER_TOGETHER."""
     ENGINE_ORDER_TOGETHER: _EngineOrder.ValueType  # 1
-    """All stand still before one is written and until all are proved: none serves the version while
-    another serves the one before. When one fails, all go back.
+    """All engines are paused before one is written and until all are proved: none serves the version
+    while another serves the one before. When one fails, all go back.
     """
     ENGINE_ORDER_ROLLING: _EngineOrder.ValueType  # 2
-    """One after the other, max_unavailable at once, while the others generate. The first failure stops
-    it, and those that went before go back.
+    """One after the other, max_unavailable at once, while the others generate. The first failure
+    stops the apply, and the engines that had changed go back.
     """
 
 class EngineOrder(_EngineOrder, metaclass=_EngineOrderEnumTypeWrapper):
-    """In which order the engines of a host take a version."""
+    """The order in which the engines of a host change version."""
 
 ENGINE_ORDER_UNSPECIFIED: EngineOrder.ValueType  # 0
 """ENGINE_ORDER_TOGETHER."""
 ENGINE_ORDER_TOGETHER: EngineOrder.ValueType  # 1
-"""All stand still before one is written and until all are proved: none serves the version while
-another serves the one before. When one fails, all go back.
+"""All engines are paused before one is written and until all are proved: none serves the version
+while another serves the one before. When one fails, all go back.
 """
 ENGINE_ORDER_ROLLING: EngineOrder.ValueType  # 2
-"""One after the other, max_unavailable at once, while the others generate. The first failure stops
-it, and those that went before go back.
+"""One after the other, max_unavailable at once, while the others generate. The first failure
+stops the apply, and the engines that had changed go back.
 """
 Global___EngineOrder: _TypeAlias = EngineOrder  # noqa: Y015
 
@@ -496,17 +492,17 @@ class _ScopeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Scope.ValueType
     SCOPE_HOST: _Scope.ValueType  # 1
     """The engines of this server, or the one that is named."""
     SCOPE_FLEET: _Scope.ValueType  # 2
-    """Every member of the fleet that this server is a member of. Needs the fleet role."""
+    """All members of this server's fleet. Needs the fleet role."""
 
 class Scope(_Scope, metaclass=_ScopeEnumTypeWrapper):
-    """Whose engines a call is about."""
+    """Which engines a call is about."""
 
 SCOPE_UNSPECIFIED: Scope.ValueType  # 0
 """SCOPE_HOST."""
 SCOPE_HOST: Scope.ValueType  # 1
 """The engines of this server, or the one that is named."""
 SCOPE_FLEET: Scope.ValueType  # 2
-"""Every member of the fleet that this server is a member of. Needs the fleet role."""
+"""All members of this server's fleet. Needs the fleet role."""
 Global___Scope: _TypeAlias = Scope  # noqa: Y015
 
 @_typing.final
@@ -521,9 +517,9 @@ class AcquireEpochRequest(_message.Message):
     model: _builtins.str
     """Model name from the server's settings, [A-Za-z0-9][A-Za-z0-9._-]{0,127}."""
     holder: _builtins.str
-    """Who asks, for logs and status. At most 256 bytes."""
+    """Name of the caller, for logs and status. At most 256 bytes."""
     client_run: _builtins.str
-    """The run of the client that asks, as in BeginPush. At most 128 bytes, printable; empty: not told."""
+    """The run of the calling client, as in BeginPush. At most 128 bytes, printable; empty: unknown."""
     def __init__(
         self,
         *,
@@ -563,7 +559,7 @@ Global___AcquireEpochResponse: _TypeAlias = AcquireEpochResponse  # noqa: Y015
 
 @_typing.final
 class StreamSource(_message.Message):
-    """The bytes come over PushWeights streams."""
+    """The bytes arrive over PushWeights streams."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -580,8 +576,8 @@ Global___StreamSource: _TypeAlias = StreamSource  # noqa: Y015
 
 @_typing.final
 class SameHostSource(_message.Message):
-    """The caller runs on the server's host and would write its tensors into the server's memory: the
-    answer may hold an offer. Without one, and for what is not written so, the bytes come as chunks.
+    """The caller runs on the server's host and wants to write its tensors into the server's memory: the
+    answer may hold an offer. Without an offer, and for what is not written that way, send chunks.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -643,27 +639,27 @@ class BeginPushRequest(_message.Message):
     CLIENT_RUN_FIELD_NUMBER: _builtins.int
     EPOCH_ASSIGNED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model name. Unknown: NOT_FOUND listing the configured ones."""
+    """Model name. NOT_FOUND if unknown, with the list of configured models."""
     version: _builtins.int
-    """From 1 to 2^53-1, above the newest version of the model; 0: the server assigns the next."""
+    """From 1 to 2^53-1, above the newest version of the model; 0: the server assigns the next number."""
     epoch: _builtins.int
-    """The writer's epoch; 0: the newest epoch at this moment. An older one: FAILED_PRECONDITION."""
+    """The writer's epoch; 0: the newest epoch at this moment. FAILED_PRECONDITION for an older one."""
     kind: Global___PushKind.ValueType
     """How the bytes are encoded."""
     base_content_digest: _builtins.str
     """For a delta: content digest of the base, 32 hexadecimal digits. Empty otherwise. The base must
-    be a version that the server can read, of the same run where the metadata of both has a run_id;
-    else FAILED_PRECONDITION, whose ErrorInfo tells in held_version and held_content_digest what the
-    newest version is. With partial: as base_version.
+    be a version that the server can read, and of the same run if the metadata of both has a
+    run_id; otherwise FAILED_PRECONDITION, whose ErrorInfo gives the newest version in held_version
+    and held_content_digest. With partial: see base_version.
     """
     idempotency_key: _builtins.str
-    """A repeated call with the same key joins the same push, also after a restart of the server unless
-    the store is memory://; once it is committed, for as long as the version exists. With another
-    version, metadata or total_bytes: ALREADY_EXISTS. At most 128 bytes; empty: none.
+    """A repeated call with the same key joins the same push, also after a restart of the server
+    unless the store is memory://; after the commit, for as long as the version exists.
+    ALREADY_EXISTS if version, metadata or total_bytes differ. At most 128 bytes; empty: none.
     """
     layout_digest: _builtins.str
     """Digest of a layout that the server may know from an earlier push, 32 hexadecimal digits; empty:
-    the layout comes shard by shard.
+    the layout is sent shard by shard.
     """
     total_bytes: _builtins.int
     """Sum of all shard sizes in bytes, reserved before the first byte is accepted; 0: not known, each
@@ -672,39 +668,43 @@ class BeginPushRequest(_message.Message):
     shard_count: _builtins.int
     """Number of shards; 0: not known until commit."""
     fallback_reason: _builtins.str
-    """For a full push by a trainer that would have sent a delta: why it did not, for the counter of
-    fallbacks: first, no_room, new_run, base_mismatch, layout_changed, too_dense, copied. Others
-    count as other; empty: not counted. At most 64 bytes.
+    """For a full push by a trainer that normally sends deltas: why it sent none, for the counter of
+    fallbacks: first, no_room, new_run, base_mismatch, layout_changed, too_dense, copied. Other
+    texts count as other; empty: not counted. At most 64 bytes.
     """
     writers: _builtins.int
-    """Trainer processes that bring the version together, each a part of it; 0 or 1: this one alone. All
-    of them begin with the same idempotency_key, total_bytes and metadata, in any order, and need not
-    know each other. PUSH_KIND_DELTA says of this writer alone that it sends what changed in its boxes
-    since a base, of the same layout_digest and in memory still, else FAILED_PRECONDITION and it may
-    begin again with PUSH_KIND_FULL. The push fails for all when one of them does not come,
-    brings nothing for writer_timeout, aborts, or contradicts another: each is told which and why,
-    with PUSH_ABORTED or LAYOUT_INVALID and its number as "writer". At most 1024.
+    """Trainer processes that push the version together, each a part of it; 0 or 1: this one alone.
+    All begin with the same idempotency_key, total_bytes and metadata, in any order, and need not
+    know each other. PUSH_KIND_DELTA applies to this writer alone: it sends what changed in its
+    boxes since a base of the same layout_digest that is still in memory; otherwise
+    FAILED_PRECONDITION, and it may begin again with PUSH_KIND_FULL. The push fails for all when
+    one is missing or sends nothing for push_writer_timeout_s, aborts, or contradicts another: each
+    gets PUSH_ABORTED or LAYOUT_INVALID, with the cause and that writer's number as "writer". At
+    most 1024.
     """
     writer: _builtins.int
-    """Which of them this is, from 0."""
+    """Number of this writer, from 0."""
     partial: _builtins.bool
-    """With writers: the layout is that of some tensors alone. All others, and those of which no writer
-    sends a box, stay what they are in a base; of what is sent each element comes once, as ever. Names,
-    dtypes and shapes are those of the base. PUSH_KIND_FULL only: one process sends a delta for that.
+    """With writers: the layout covers only some tensors. All other tensors, and those of which no
+    writer sends a box, are kept from a base; each element that is sent is still sent once. Names,
+    dtypes and shapes are those of the base. PUSH_KIND_FULL only: a single process sends a delta
+    instead.
     """
     base_version: _builtins.int
-    """With partial: the base, whose content digest base_content_digest may tell as well; 0 and an empty
-    digest: that of the writers that came before, or, of the first one, the live version. A writer that
+    """With partial: the base; base_content_digest may name it as well. 0 and an empty digest: the
+    base of the writers that began earlier or, for the first one, the live version. A writer that
     names another base than they did fails the push for all, with LAYOUT_INVALID and its number.
     """
     client_run: _builtins.str
-    """Names the run of the client, the same for all pushes of one process; of several writers that of
-    writer 0 counts. Where another run took the newest epoch and pushed under it, a push of this one
-    with epoch 0 is refused with EPOCH_STALE; without an epoch both are told of each other. At most 128
-    bytes, printable; empty: not told.
+    """Identifies the run of the client, the same for all pushes of one process; with several writers,
+    that of writer 0 counts. Where another run took the newest epoch and pushed under it, a push of
+    this run with epoch 0 is refused with EPOCH_STALE; without an epoch each push reports the other
+    run. At most 128 bytes, printable; empty: unknown.
     """
     epoch_assigned: _builtins.bool
-    """The epoch above is what an earlier answer to this push told, and none that the caller took."""
+    """True when the epoch above was copied from an earlier answer to this push, and not acquired by
+    the caller.
+    """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free text kept with the version, such as step and run_id. At most 64 entries and 16 KiB."""
@@ -715,7 +715,7 @@ class BeginPushRequest(_message.Message):
 
     @_builtins.property
     def same_host(self) -> Global___SameHostSource:
-        """Written into memory of the server by a caller on its host; PUSH_KIND_FULL only."""
+        """Written into the server's memory by a caller on its host; PUSH_KIND_FULL only."""
 
     def __init__(
         self,
@@ -764,16 +764,16 @@ class ShardProgress(_message.Message):
     shard: _builtins.int
     """Index of the shard in the push, from 0."""
     received_bytes: _builtins.int
-    """Bytes received so far: send on from here."""
+    """Bytes received so far: resume from here."""
     size_bytes: _builtins.int
     """Size of the shard in bytes."""
     verified: _builtins.bool
     """True when the bytes are verified and, unless the store is memory://, durable."""
     durable_bytes: _builtins.int
-    """Bytes that also survive a crash of the server: at most 64 MiB fewer than received_bytes, or for
-    a shard written on the same host all of them soon after it was told as written. Of the boxes of
-    one of several writers all, soon after those of every writer are here; until then 0. Always 0 with
-    memory:// and while a version is pushed that is committed already.
+    """Bytes that survive a crash of the server: at most 64 MiB fewer than received_bytes, or for a
+    shard written on the same host all of them soon after it was reported as written. For the boxes
+    of one of several writers: all, soon after those of every writer have arrived; 0 until then.
+    Always 0 with memory://, and while a version is pushed that is already committed.
     """
     def __init__(
         self,
@@ -810,16 +810,16 @@ class BeginPushResponse(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     BASE_CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
-    """Names the push in later calls. Hard to guess; not a secret."""
+    """Identifies the push in later calls. Hard to guess; not a secret."""
     version: _builtins.int
-    """The version this push will commit."""
+    """The version that this push will commit."""
     epoch: _builtins.int
-    """The epoch this push is bound to."""
+    """The epoch that this push is bound to."""
     max_chunk_bytes: _builtins.int
     """Largest chunk accepted, in bytes."""
     layout_known: _builtins.bool
-    """True when layout_digest was known: layout parts need not be sent. With writers: when the push has
-    the layout of that digest.
+    """True when layout_digest was known: layout parts need not be sent. With writers: when the push
+    has the layout of that digest.
     """
     base_version: _builtins.int
     """With partial: the version whose other tensors are kept."""
@@ -827,28 +827,28 @@ class BeginPushResponse(_message.Message):
     """Its content digest, 32 hexadecimal digits."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardProgress]:
-        """What the server already holds of this push, when it was joined. With writers: of the boxes of
-        this one, in each shard of which it has declared them; and shards that outlived a restart of the
-        server whole, as such: of those it sends its boxes and digests again, and no bytes.
+        """What the server already holds of a push that was joined. With writers: of this writer's boxes,
+        in each shard for which it has declared them. A shard that survived a server restart whole is
+        reported as whole: send its boxes and digests again, but no bytes.
         """
 
     @_builtins.property
     def data_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where PushWeights streams of this push may be opened besides, each served by a process of its
-        own, with the same authority as here: unix:PATH to a caller that came by a unix socket, else
-        :PORT, on the host that the caller dialled for this call. At most 32; empty: only the address of
-        this call, which takes streams in any case, also of those that an endpoint did not end well.
+        """More addresses for PushWeights streams of this push, each served by its own process, with the
+        same authority as here: unix:PATH for a caller that uses a unix socket, else :PORT, on the host
+        that the caller dialled for this call. At most 32; empty: only the address of this call. That
+        address always takes streams, also those that an endpoint did not end well.
         """
 
     @_builtins.property
     def committed(self) -> Global___CommitPushResponse:
-        """Set when this version is already committed under the same idempotency key: nothing to send."""
+        """Set when this version is already committed under the same idempotency key: send nothing."""
 
     @_builtins.property
     def same_host_offer(self) -> Global___SameHostOffer:
-        """Set when the source is same_host and the server would take the bytes so: not where that is off,
-        to a caller whose connection came from another host, for a delta, or for a push of one writer
-        that another caller began.
+        """Set when the source is same_host and the server accepts it. It does not when that is off, for a
+        caller connected from another host, for a delta, or for a push of one writer that another
+        caller began.
         """
 
     def __init__(
@@ -876,9 +876,9 @@ Global___BeginPushResponse: _TypeAlias = BeginPushResponse  # noqa: Y015
 
 @_typing.final
 class SameHostOffer(_message.Message):
-    """Where a caller on the server's host gets memory to write shards into
-    (weightsync/shm/same_host_server.py has the words of that socket). The owner and mode of the
-    socket file say who may connect at all.
+    """Where a caller on the server's host gets memory to write shards into (weightsync/shm/same_host.py
+    defines the protocol of that socket). The owner and mode of the socket file decide who may
+    connect.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -888,8 +888,8 @@ class SameHostOffer(_message.Message):
     socket: _builtins.str
     """Path of a unix socket on the server's host."""
     secret: _builtins.str
-    """Opens this push there, once and within 30 seconds. Whoever has it may write the bytes of this
-    push that are not here yet, and nothing else.
+    """Opens this push there, once and within 30 seconds. Its holder may write the bytes of this push
+    that have not arrived yet, and nothing else.
     """
     def __init__(
         self,
@@ -983,14 +983,14 @@ class Box(_message.Message):
     OFFSETS_FIELD_NUMBER: _builtins.int
     SIZES_FIELD_NUMBER: _builtins.int
     tensor: _builtins.int
-    """Position of the tensor among the shard's, ordered by begin, end, then name."""
+    """Position of the tensor among the shard's tensors, ordered by begin, end, then name."""
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """First element in each dimension, in elements of the whole tensor."""
 
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Elements in each dimension; 0 anywhere: the box is empty."""
+        """Elements in each dimension; 0 in any: the box is empty."""
 
     def __init__(
         self,
@@ -1009,10 +1009,10 @@ Global___Box: _TypeAlias = Box  # noqa: Y015
 
 @_typing.final
 class BoxPart(_message.Message):
-    """The boxes of one shard that a writer holds; each writer sends them for every shard, also where it
+    """The boxes of one shard that a writer holds. Each writer sends them for every shard, even if it
     holds none, after the shard's layout and before its bytes. Together the boxes that are sent must
-    hold each element of each tensor exactly once. Of elements that several writers hold, as in
-    replicas, the lowest of them sends the bytes and the others digests alone.
+    hold each element of each tensor exactly once. For elements that several writers hold, as in
+    replicas, the lowest writer sends the bytes and the others only digests.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1027,21 +1027,22 @@ class BoxPart(_message.Message):
     last: _builtins.bool
     """True on the last part of this shard; a message is at most 1 MiB."""
     patch_bytes: _builtins.int
-    """In the last part, of a writer whose begin named a base: its chunks are a delta shard of so many
-    bytes, hardly more than those of its boxes, as docs/delta-format.md says, which makes the boxes
-    of the base's. The name of a box there is the tensor's, "@", and the offsets joined by ",". The digests
-    are of the boxes as they become. 0: the bytes of the boxes come as they are.
+    """In the last part, for a writer whose begin named a base: its chunks are a delta shard of this
+    many bytes, hardly more than those of its boxes, as in docs/reference/delta-format.md, which
+    turns the boxes of the base into the new ones. The name of a box there is the tensor's, "@",
+    and the offsets joined by ",". The digests are those of the new boxes. 0: the chunks are the
+    boxes themselves.
     """
     @_builtins.property
     def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Box]:
-        """Boxes whose bytes this writer sends. Its chunks of the shard are these boxes one after the other,
-        each row-major; Chunk.offset counts from the first byte of the first. The header of a shard is
-        made by the server, as safetensors' own writer makes it, and must have the length of LayoutPart.
+        """Boxes whose bytes this writer sends. Its chunks of the shard are these boxes in order, each
+        row-major; Chunk.offset counts from the first byte of the first box. The server makes the
+        header of a shard as safetensors' own writer does; it must have the length given in LayoutPart.
         """
 
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Box]:
-        """Boxes that a lower writer sends; those that it does not send so are refused."""
+        """Boxes that a lower writer sends; a box that it does not send in this form is refused."""
 
     def __init__(
         self,
@@ -1062,7 +1063,7 @@ Global___BoxPart: _TypeAlias = BoxPart  # noqa: Y015
 
 @_typing.final
 class LayoutPart(_message.Message):
-    """Part of the layout: some tensors of one shard. A shard's parts come before its bytes."""
+    """Part of the layout: some tensors of one shard. Send all parts of a shard before its bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1075,7 +1076,9 @@ class LayoutPart(_message.Message):
     shard: _builtins.int
     """Index of the shard in the push, from 0."""
     shard_name: _builtins.str
-    """File name for people and for PullWeights; never used as a path by the server. At most 255 bytes."""
+    """File name for people and for PullWeights; the server never uses it as a path. At most 255
+    bytes.
+    """
     size_bytes: _builtins.int
     """Size of the whole shard in bytes: 8 + header + data."""
     header_bytes: _builtins.int
@@ -1116,8 +1119,8 @@ class Chunk(_message.Message):
     shard: _builtins.int
     """Index of the shard, from 0."""
     offset: _builtins.int
-    """Offset of the first byte in the shard. Must be the number of bytes received so far, or below it
-    for bytes that are sent again (they are skipped). Beyond it: ABORTED with the offset.
+    """Offset of the first byte in the shard. At most the number of bytes received so far; bytes sent
+    again are skipped. ABORTED with the right offset if it is higher.
     """
     data: _builtins.bytes
     """The bytes: 1 MiB by default, 2 MiB at most."""
@@ -1138,8 +1141,8 @@ Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
 class ShardDigests(_message.Message):
-    """The trainer's digests of tensors in one shard, computed from the source. With writers: those of
-    the writer's boxes, first of all that it sends, then of its replicas; all of them are needed.
+    """The trainer's digests of tensors in one shard, computed from the source. With writers: of all
+    boxes that the writer sends, then of its replicas; all of them are needed.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1150,7 +1153,7 @@ class ShardDigests(_message.Message):
     shard: _builtins.int
     """Index of the shard, from 0."""
     first: _builtins.int
-    """Position of the first digest among the shard's tensors ordered by begin, end, then name."""
+    """Position of the first digest among the shard's tensors, ordered by begin, end, then name."""
     digests: _builtins.bytes
     """xxh3-128 digests, 16 bytes each, canonical big-endian, of consecutive tensors."""
     def __init__(
@@ -1186,12 +1189,12 @@ class CommitPushRequest(_message.Message):
     shard_count: _builtins.int
     """Number of shards in the version; 0: as declared at begin, or all that were sent."""
     writer: _builtins.int
-    """As in BeginPush. Each writer commits; all calls wait for the last of them and get the same
-    answer, which tells the content digest that none of them knows.
+    """As in BeginPush. Each writer commits; all calls wait for the last one and get the same answer,
+    with the content digest that no single writer knows.
     """
     cast_tensors: _builtins.int
-    """Tensors that the trainer has cast to the dtypes of the engine, for the counter; of several
-    writers the most. No more count than the version has.
+    """Tensors that the trainer cast to the dtypes of the engine, for the counter; of several writers
+    the largest counts. Capped at the number of tensors in the version.
     """
     def __init__(
         self,
@@ -1212,7 +1215,7 @@ Global___CommitPushRequest: _TypeAlias = CommitPushRequest  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """A sign of life on a stream whose next bytes are still being made; holds nothing else."""
+    """Keeps a stream alive while its next bytes are still being made. Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1230,8 +1233,9 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 @_typing.final
 class PushWeightsRequest(_message.Message):
     """One message of a PushWeights stream. The first is begin or join. A stream that sends nothing for
-    push_idle_timeout (60 s by default) ends with DEADLINE_EXCEEDED and RetryInfo; its push stays, and
-    another stream takes it up. A trainer that needs longer for the next bytes sends heartbeats.
+    push_idle_timeout_s (60 s by default) ends with DEADLINE_EXCEEDED and RetryInfo; the push stays,
+    and another stream can resume it. A trainer that needs longer for the next bytes sends
+    heartbeats.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1270,11 +1274,11 @@ class PushWeightsRequest(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """The stream is alive; every few seconds while there is nothing to send."""
+        """Send one every few seconds while there is nothing to send."""
 
     @_builtins.property
     def boxes(self) -> Global___BoxPart:
-        """What a writer holds of a shard."""
+        """The boxes of a shard that a writer holds."""
 
     def __init__(
         self,
@@ -1300,7 +1304,7 @@ Global___PushWeightsRequest: _TypeAlias = PushWeightsRequest  # noqa: Y015
 
 @_typing.final
 class PushWeightsResponse(_message.Message):
-    """The stream is done."""
+    """The stream has ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1360,7 +1364,7 @@ class CommitPushResponse(_message.Message):
     durable: _builtins.bool
     """True when the store survives a restart; false with memory://."""
     already: _builtins.bool
-    """True when an earlier call had committed it."""
+    """True when an earlier call had already committed it."""
     size_bytes: _builtins.int
     """Sum of the sizes of the version's shards in bytes; for a delta those of the whole version."""
     tensor_count: _builtins.int
@@ -1368,11 +1372,11 @@ class CommitPushResponse(_message.Message):
     stored_bytes: _builtins.int
     """Bytes that were pushed and that the store keeps: less than size_bytes for a delta."""
     other_run: _builtins.str
-    """Where the version before came from another run of a client: that run; empty: it did not."""
+    """The client run that pushed the previous version, if not this one; empty otherwise."""
     other_version: _builtins.int
-    """That version."""
+    """The previous version in that case."""
     runs_alternate: _builtins.bool
-    """True when this run had pushed before it: two runs push in turn."""
+    """True when this run had also pushed before that version: two runs push in turn."""
     def __init__(
         self,
         *,
@@ -1398,7 +1402,7 @@ Global___CommitPushResponse: _TypeAlias = CommitPushResponse  # noqa: Y015
 
 @_typing.final
 class AbortPushRequest(_message.Message):
-    """Drops a push."""
+    """Asks to drop a push."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1445,7 +1449,7 @@ Global___AbortPushResponse: _TypeAlias = AbortPushResponse  # noqa: Y015
 
 @_typing.final
 class GetPushRequest(_message.Message):
-    """Asks how far a push has come."""
+    """Asks for the progress of a push."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1566,30 +1570,30 @@ class ApplyVersionRequest(_message.Message):
     model: _builtins.str
     """Model name."""
     version: _builtins.int
-    """The version; 0: the newest committed one whose content is not rejected."""
+    """The version; 0: the newest committed version whose content is not rejected."""
     idempotency_key: _builtins.str
-    """A repeated call with the same key joins the same apply and gets its answer. The last 256 answers
-    of calls that changed what is live outlive a restart of the server, also those that nobody got.
-    At most 128 bytes; empty: none.
+    """A repeated call with the same key joins the same apply and gets its answer. The last 256
+    answers of calls that changed the live version survive a restart of the server, even if no
+    caller received them. At most 128 bytes; empty: none.
     """
     dry_run: _builtins.bool
     """True: check and plan everything, change nothing."""
     require_durable: _builtins.bool
-    """False: the version that is named may be applied before it is durable, as soon as every byte of
-    it is staged and verified. Default true.
+    """False: the named version may be applied before it is durable, as soon as every byte of it is
+    staged and verified. Default true.
     """
     clear_rejected: _builtins.bool
-    """True: a rejected version is accepted again. Needs the admin role."""
+    """True: accept a rejected version again. Needs the admin role."""
     engine: _builtins.str
-    """Name of one engine, as GetStatus lists it; empty: all engines of this host that serve."""
+    """Name of one engine, from GetStatus; empty: all engines of this host that serve."""
     order: Global___EngineOrder.ValueType
-    """In which order several engines take it."""
+    """The order in which several engines change version."""
     max_unavailable: _builtins.int
-    """With ENGINE_ORDER_ROLLING: engines that may be away at once; default 1."""
+    """With ENGINE_ORDER_ROLLING: engines that may be unavailable at once; default 1."""
     scope: Global___Scope.ValueType
-    """Whose engines. With SCOPE_FLEET the version is named, order is TOGETHER for a barrier, in which
-    all members stand still until one decision, or ROLLING, the default, and max_unavailable counts
-    members; the answer comes when that is decided and done by all members that can be reached.
+    """Which engines. With SCOPE_FLEET, name the version; order is TOGETHER for a barrier, in which
+    all members are paused until one decision, or ROLLING, the default; max_unavailable counts
+    members; the call returns when the apply is decided and all reachable members have done it.
     """
     @_builtins.property
     def pause(self) -> Global___PauseOptions:
@@ -1597,7 +1601,7 @@ class ApplyVersionRequest(_message.Message):
 
     @_builtins.property
     def prepare_timeout(self) -> _duration_pb2.Duration:
-        """Longest time for prepare; default 300 s. Commit and later phases have bounds of their own."""
+        """Longest time for prepare; default 300 s. Commit and later phases have their own bounds."""
 
     def __init__(
         self,
@@ -1639,11 +1643,11 @@ class PhaseDurations(_message.Message):
     PAUSED_TOTAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prepare(self) -> _duration_pb2.Duration:
-        """Mapping, matching and digests on every rank; generation runs."""
+        """Mapping, matching and digests on every rank, while generation runs."""
 
     @_builtins.property
     def pause(self) -> _duration_pb2.Duration:
-        """From the request to pause until the engine stands still."""
+        """From the pause request until the engine is paused."""
 
     @_builtins.property
     def commit(self) -> _duration_pb2.Duration:
@@ -1659,8 +1663,8 @@ class PhaseDurations(_message.Message):
 
     @_builtins.property
     def paused_total(self) -> _duration_pb2.Duration:
-        """From the request to pause until the engine runs. With PAUSE_MODE_BETWEEN_STEPS the time between
-        two steps that the slowest rank took for the switch; pause and resume are then 0.
+        """From the pause request until the engine runs. With PAUSE_MODE_BETWEEN_STEPS: the time that the
+        slowest rank took between two steps for the switch; pause and resume are then 0.
         """
 
     def __init__(
@@ -1683,7 +1687,7 @@ Global___PhaseDurations: _TypeAlias = PhaseDurations  # noqa: Y015
 
 @_typing.final
 class RankResult(_message.Message):
-    """What one rank reports."""
+    """The report of one rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1703,23 +1707,23 @@ class RankResult(_message.Message):
     rank: _builtins.str
     """Data, pipeline and tensor parallel rank, as dp/pp/tp."""
     version: _builtins.int
-    """Version that the rank's live parameters hold; 0: none that is whole."""
+    """Version that the rank's live parameters hold; 0: no whole version."""
     content_digest: _builtins.str
     """Content digest that the rank's live parameters were proved to hold; empty: none."""
     written_bytes: _builtins.int
     """Bytes written on this rank."""
     error: _builtins.str
-    """Why the rank refused or failed; empty: it did not."""
+    """Why the rank refused or failed; empty: no error."""
     h2d_bytes: _builtins.int
-    """Bytes sent to the rank's device for this version, before the pause and in it; 0 on a CPU."""
+    """Bytes sent to the rank's device for this version, before and during the pause; 0 on a CPU."""
     device_room_bytes: _builtins.int
-    """Memory of its device that the rank may take to stage versions. 0: no device, or no room."""
+    """Device memory that the rank may use to stage versions. 0: no device, or no room."""
     device_used_bytes: _builtins.int
-    """Memory of its device that the rank has taken, scratch included."""
+    """Device memory that the rank uses for that, scratch included."""
     transform: Global___Transform.ValueType
     """How versions become live on this rank."""
     transform_reason: _builtins.str
-    """Why that is not the plan; empty: it is, or the reason is an earlier server's."""
+    """Why the rank does not use the plan; empty: it does, or an older server did not record why."""
     @_builtins.property
     def commit(self) -> _duration_pb2.Duration:
         """Time to write."""
@@ -1771,19 +1775,19 @@ class LoaderStatus(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     state: Global___LoaderState.ValueType
-    """What it does."""
+    """What it is doing."""
     version: _builtins.int
-    """The version that it loads, or loaded last; 0: none."""
+    """The version that it loads or loaded last; 0: none."""
     percent: _builtins.int
-    """How much of its present phase is done, in per cent."""
+    """Progress of its current phase, in percent."""
     arena_bytes: _builtins.int
-    """Memory that holds what it loaded, in bytes, on the device of the rank or, of a CPU's, in the
-    host's memory.
+    """Memory that holds its last load, in bytes; on the rank's device or, for a CPU rank, in host
+    memory.
     """
     restarts: _builtins.int
-    """How often a loader had to be started again."""
+    """How often the loader was restarted."""
     last_error: _builtins.str
-    """Why the last load failed; empty: it did not."""
+    """Why the last load failed; empty: it did not fail."""
     @_builtins.property
     def load(self) -> _duration_pb2.Duration:
         """How long the last load took."""
@@ -1828,10 +1832,10 @@ class ApplyPlan(_message.Message):
     strategy: Global___ApplyStrategy.ValueType
     """How parameters would be written."""
     rollback_resident: _builtins.bool
-    """True when a rollback afterwards reads nothing from the store and loads nothing."""
+    """True when a later rollback reads nothing from the store and loads nothing."""
     @_builtins.property
     def predicted_pause(self) -> _duration_pb2.Duration:
-        """Predicted time without generation, from the bytes and the last apply. Zero: never measured."""
+        """Predicted pause, from the bytes and the last apply. Zero: never measured."""
 
     def __init__(
         self,
@@ -1853,7 +1857,7 @@ Global___ApplyPlan: _TypeAlias = ApplyPlan  # noqa: Y015
 
 @_typing.final
 class ApplyReport(_message.Message):
-    """What an apply did."""
+    """The result of an apply."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1870,7 +1874,7 @@ class ApplyReport(_message.Message):
     DURABILITY_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
     apply_id: _builtins.str
-    """Names the attempt."""
+    """Identifies the attempt."""
     outcome: Global___ApplyOutcome.ValueType
     """How it ended."""
     version: _builtins.int
@@ -1891,15 +1895,15 @@ class ApplyReport(_message.Message):
 
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
-        """What each rank reported."""
+        """The report of each rank."""
 
     @_builtins.property
     def pause(self) -> Global___PauseOptions:
-        """How generation was paused, defaults filled in."""
+        """How generation was paused, with defaults filled in."""
 
     @_builtins.property
     def plan(self) -> Global___ApplyPlan:
-        """For a dry run."""
+        """Only for a dry run."""
 
     def __init__(
         self,
@@ -1927,7 +1931,7 @@ Global___ApplyReport: _TypeAlias = ApplyReport  # noqa: Y015
 
 @_typing.final
 class EngineReport(_message.Message):
-    """What became of one engine in an apply or a rollback."""
+    """The result of an apply or a rollback on one engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1937,7 +1941,7 @@ class EngineReport(_message.Message):
     engine: _builtins.str
     """Name of the engine."""
     absent: _builtins.str
-    """Why it took no part; it is brought to the version of its host before it serves."""
+    """Why it took no part; it gets the version of its host before it serves again."""
     @_builtins.property
     def report(self) -> Global___ApplyReport:
         """What was done; unset: it took no part."""
@@ -1968,15 +1972,15 @@ class ApplyVersionResponse(_message.Message):
     FLEET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def report(self) -> Global___ApplyReport:
-        """What was done. Of several engines: their sums and their slowest, no ranks."""
+        """What was done. For several engines: sums and slowest times, without ranks."""
 
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineReport]:
-        """Each engine of the host, or the one that was named, in the order of their names."""
+        """Each engine of the host, or the named one, ordered by name."""
 
     @_builtins.property
     def fleet(self) -> Global___FleetReport:
-        """With SCOPE_FLEET: what the fleet has done; then the others are not set."""
+        """With SCOPE_FLEET: the result of the fleet; the other fields are then unset."""
 
     def __init__(
         self,
@@ -1995,7 +1999,7 @@ Global___ApplyVersionResponse: _TypeAlias = ApplyVersionResponse  # noqa: Y015
 
 @_typing.final
 class FleetReport(_message.Message):
-    """What a fleet has decided, and how far its members have come."""
+    """What a fleet has decided, and the progress of its members."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2013,28 +2017,28 @@ class FleetReport(_message.Message):
     apply: _builtins.int
     """Number of the apply in the fleet; 0: there was none yet."""
     version: _builtins.int
-    """The version that it was about."""
+    """The version to apply."""
     content_digest: _builtins.str
-    """Digest of its content."""
+    """Its content digest."""
     decision: _builtins.str
-    """COMMIT, ABORT, or empty while it is not decided."""
+    """COMMIT, ABORT, or empty while undecided."""
     reason: _builtins.str
-    """Why, where it is ABORT."""
+    """Why, for ABORT."""
     order: _builtins.str
-    """barrier or rolling."""
+    """barrier or rolling; empty: the record of the apply is no longer readable."""
     decisions: _builtins.int
-    """Decisions that were made, of how many: a rolling apply takes one a wave, and one more."""
+    """Decisions made so far. A rolling apply needs one per wave, and one more."""
     decisions_needed: _builtins.int
-    """How many it takes."""
+    """Decisions needed in all."""
     rollback_reason: _builtins.str
-    """Why a rollback was asked for; empty: it is none, or its caller did not say."""
+    """The reason given for a rollback; empty: it is no rollback, or no reason was given."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetMemberReport]:
-        """Every member of it, in the order of their names."""
+        """Every member of the apply, ordered by name."""
 
     @_builtins.property
     def fenced_others(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Members that are fenced now and no part of it, in the order of their names."""
+        """Members that are fenced now and take no part in it, ordered by name."""
 
     def __init__(
         self,
@@ -2061,7 +2065,7 @@ Global___FleetReport: _TypeAlias = FleetReport  # noqa: Y015
 
 @_typing.final
 class FleetMemberReport(_message.Message):
-    """How far one member has come with an apply."""
+    """Progress of one member with an apply."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2074,15 +2078,15 @@ class FleetMemberReport(_message.Message):
     name: _builtins.str
     """Its name."""
     wave: _builtins.int
-    """Number of the decision that lets it go on, from 1."""
+    """Number of the decision that lets it proceed, from 1."""
     prepared: _builtins.bool
-    """The version lies ready on every rank."""
+    """The version is ready on every rank."""
     ready: _builtins.bool
-    """It stands still, in a barrier."""
+    """It is paused, in a barrier."""
     done: _builtins.bool
     """The version is live."""
     reason: _builtins.str
-    """What it could not do, and why; empty: nothing failed."""
+    """What failed, and why; empty: nothing failed."""
     def __init__(
         self,
         *,
@@ -2128,8 +2132,8 @@ class RollbackRequest(_message.Message):
     max_unavailable: _builtins.int
     """As in ApplyVersionRequest."""
     scope: Global___Scope.ValueType
-    """As in ApplyVersionRequest. A fleet goes back to the version of the COMMIT before, and rejects the
-    content that is left on every member.
+    """As in ApplyVersionRequest. A fleet goes back to the version of the previous COMMIT, and rejects
+    the content that it leaves on every member.
     """
     @_builtins.property
     def pause(self) -> Global___PauseOptions:
@@ -2166,7 +2170,7 @@ class RollbackResponse(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     FLEET_FIELD_NUMBER: _builtins.int
     rejected_version: _builtins.int
-    """The version that was left and is now rejected; 0: it could not be."""
+    """The version that was left and is now rejected; 0: it could not be rejected."""
     @_builtins.property
     def report(self) -> Global___ApplyReport:
         """What was done, as in ApplyVersionResponse."""
@@ -2177,7 +2181,7 @@ class RollbackResponse(_message.Message):
 
     @_builtins.property
     def fleet(self) -> Global___FleetReport:
-        """With SCOPE_FLEET: what the fleet has done; then the others are not set."""
+        """With SCOPE_FLEET: the result of the fleet; the other fields are then unset."""
 
     def __init__(
         self,
@@ -2251,11 +2255,11 @@ class VersionInfo(_message.Message):
     version: _builtins.int
     """The version."""
     durability: Global___Durability.ValueType
-    """Does it survive a crash?"""
+    """Whether it survives a crash."""
     residency: Global___Residency.ValueType
-    """Is it in memory?"""
+    """Whether it is in memory."""
     serving: Global___Serving.ValueType
-    """Is it served?"""
+    """Whether it is served."""
     rejected_reason: _builtins.str
     """Why it is rejected; empty otherwise."""
     content_digest: _builtins.str
@@ -2275,26 +2279,26 @@ class VersionInfo(_message.Message):
     pinned: _builtins.bool
     """True when pinned."""
     trainer_verified: _builtins.bool
-    """True when the trainer's own digests were compared at the push."""
+    """True when the push was compared with the trainer's own digests."""
     kind: Global___PushKind.ValueType
-    """How it is kept in the store: a delta is folded into a full version in time."""
+    """How the store keeps it: a delta is eventually folded into a full version."""
     base_version: _builtins.int
-    """For a delta: the version that it is based on."""
+    """For a delta: its base version."""
     stored_bytes: _builtins.int
     """Bytes that the store keeps of it."""
     chain_length: _builtins.int
     """Deltas from the nearest full version to this one; 0: it is full."""
     changed_fraction: _builtins.float
-    """For a version that was pushed as a delta: share of the elements that differ from the base."""
+    """For a version pushed as a delta: share of the elements that differ from the base."""
     live_check: Global___LiveCheck.ValueType
-    """Whether the live parameters of every engine that serves it were compared as a whole: the worst
-    that is known of one.
+    """Whether the live parameters of every engine that serves it were compared with the whole
+    version: the worst known result of an engine.
     """
     layout_check: Global___LayoutCheck.ValueType
-    """Whether the engine takes its tensors."""
+    """Whether the engine accepts its tensors."""
     @_builtins.property
     def commit_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was committed, wall clock of the server."""
+        """Time of the commit, wall clock of the server."""
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -2302,7 +2306,7 @@ class VersionInfo(_message.Message):
 
     @_builtins.property
     def live_check_time(self) -> _timestamp_pb2.Timestamp:
-        """When they were, wall clock of the server."""
+        """Time of that comparison, wall clock of the server."""
 
     def __init__(
         self,
@@ -2445,7 +2449,7 @@ class GetEngineLayoutRequest(_message.Message):
     model: _builtins.str
     """Model name."""
     known_signature: _builtins.str
-    """From an earlier answer: while that is still what they hold, the answer has no tensors. 32
+    """From an earlier answer: if the engines still hold that layout, the answer has no tensors. 32
     hexadecimal digits; empty: not known.
     """
     page_token: _builtins.str
@@ -2499,7 +2503,7 @@ Global___EngineTensor: _TypeAlias = EngineTensor  # noqa: Y015
 
 @_typing.final
 class GetEngineLayoutResponse(_message.Message):
-    """What every engine of this host that is proved to hold one version takes: the tensors of it."""
+    """The tensors that the engines of this host accept, of those that are proved to hold one version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2507,9 +2511,9 @@ class GetEngineLayoutResponse(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     signature: _builtins.str
-    """Layout signature of all of them; empty: no engine is proved by now, or several hold different
-    ones, so that nothing is known. Another one than that of the page before: it has changed, and
-    this is the first page of what it is now.
+    """Layout signature of all of them; empty: not known, because no engine is proved yet or several
+    hold different layouts. If it differs from that of the previous page, the layout has changed,
+    and this is the first page of the new one.
     """
     next_page_token: _builtins.str
     """Empty on the last page."""
@@ -2600,7 +2604,7 @@ Global___GetVersionResponse: _TypeAlias = GetVersionResponse  # noqa: Y015
 
 @_typing.final
 class WatchVersionsRequest(_message.Message):
-    """Asks for changes."""
+    """Asks for the changes of versions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2631,11 +2635,11 @@ class WatchVersionsResponse(_message.Message):
     DELETED_FIELD_NUMBER: _builtins.int
     INITIAL_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """Rises with every change of this server's life."""
+    """Rises with every change while this server runs."""
     deleted: _builtins.bool
     """True when the version was deleted."""
     initial: _builtins.bool
-    """True on messages that tell the state at the beginning."""
+    """True on the messages that give the state at the beginning."""
     @_builtins.property
     def version(self) -> Global___VersionInfo:
         """The version after the change."""
@@ -2658,7 +2662,7 @@ Global___WatchVersionsResponse: _TypeAlias = WatchVersionsResponse  # noqa: Y015
 
 @_typing.final
 class PinVersionRequest(_message.Message):
-    """Pins or unpins."""
+    """Asks to pin or unpin a version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2670,7 +2674,7 @@ class PinVersionRequest(_message.Message):
     version: _builtins.int
     """The version."""
     pinned: _builtins.bool
-    """True: never collect it. False: let it go."""
+    """True: never collect it. False: unpin it."""
     def __init__(
         self,
         *,
@@ -2712,7 +2716,7 @@ Global___PinVersionResponse: _TypeAlias = PinVersionResponse  # noqa: Y015
 
 @_typing.final
 class DeleteVersionRequest(_message.Message):
-    """Deletes."""
+    """Asks to delete a version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2724,8 +2728,8 @@ class DeleteVersionRequest(_message.Message):
     version: _builtins.int
     """The version."""
     force: _builtins.bool
-    """True: also the version that Rollback would go back to, and one that members of the fleet serve,
-    go to or would go back to, which are refused otherwise: FAILED_PRECONDITION, VERSION_IN_USE.
+    """True: also delete the version that Rollback would apply, and one that members of the fleet
+    serve, will serve or would go back to. Without it: FAILED_PRECONDITION, VERSION_IN_USE.
     """
     def __init__(
         self,
@@ -2761,7 +2765,7 @@ Global___DeleteVersionResponse: _TypeAlias = DeleteVersionResponse  # noqa: Y015
 
 @_typing.final
 class PullWeightsRequest(_message.Message):
-    """Asks for bytes."""
+    """Asks for the bytes of a version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2778,12 +2782,12 @@ class PullWeightsRequest(_message.Message):
     shard: _builtins.int
     """Only this shard; unset: all, in order."""
     offset: _builtins.int
-    """Offset in bytes to begin at; only with shard."""
+    """Offset in bytes to start at; only with shard."""
     chunk_bytes: _builtins.int
     """Bytes per chunk; default 1 MiB, at most 2 MiB."""
     delta: _builtins.bool
-    """The shards of the delta that the store keeps of it, as docs/delta-format.md says, and not its own:
-    FAILED_PRECONDITION where it is kept in full.
+    """True: send the shards of the delta that the store keeps, as in docs/reference/delta-format.md,
+    instead of its own. FAILED_PRECONDITION if the store keeps it in full.
     """
     def __init__(
         self,
@@ -2821,7 +2825,7 @@ class PullWeightsResponse(_message.Message):
 
     @_builtins.property
     def layout(self) -> Global___LayoutPart:
-        """The layout of the shard that follows."""
+        """The layout of the next shard."""
 
     @_builtins.property
     def chunk(self) -> Global___Chunk:
@@ -2861,7 +2865,7 @@ class VerifyVersionRequest(_message.Message):
     model: _builtins.str
     """Model name."""
     version: _builtins.int
-    """The version that should be live; 0: the one the server believes to be live."""
+    """The version that should be live; 0: the one that the server believes to be live."""
     engine: _builtins.str
     """Name of one engine; empty: all that serve."""
     def __init__(
@@ -2881,7 +2885,7 @@ Global___VerifyVersionRequest: _TypeAlias = VerifyVersionRequest  # noqa: Y015
 
 @_typing.final
 class EngineProof(_message.Message):
-    """What one engine's ranks found."""
+    """The proof of one engine's ranks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2895,12 +2899,12 @@ class EngineProof(_message.Message):
     verified: _builtins.bool
     """True when every rank's live parameters hold exactly the version."""
     version: _builtins.int
-    """The version compared with."""
+    """The version that they were compared with."""
     absent: _builtins.str
-    """Why the engine was not asked: it serves nothing. It counts for nothing in `verified` of the whole."""
+    """Why the engine was not asked: it serves nothing. It does not affect `verified` of the response."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
-        """What each rank found."""
+        """The result of each rank."""
 
     def __init__(
         self,
@@ -2933,16 +2937,16 @@ class VerifyVersionResponse(_message.Message):
     verified: _builtins.bool
     """True when every rank's live parameters hold exactly this version."""
     version: _builtins.int
-    """The version compared with; 0: not the same one on every engine."""
+    """The version compared with; 0: engines were compared with different ones."""
     content_digest: _builtins.str
     """Its content digest."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
-        """What each rank found; of several engines none."""
+        """The result of each rank; empty for several engines."""
 
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineProof]:
-        """What each engine found."""
+        """The result of each engine."""
 
     def __init__(
         self,
@@ -3007,7 +3011,7 @@ Global___GetFleetStatusRequest: _TypeAlias = GetFleetStatusRequest  # noqa: Y015
 
 @_typing.final
 class AbortFleetApplyRequest(_message.Message):
-    """Asks for the end of the apply that runs in a fleet."""
+    """Asks to abort the apply that runs in a fleet."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3033,14 +3037,14 @@ Global___AbortFleetApplyRequest: _TypeAlias = AbortFleetApplyRequest  # noqa: Y0
 
 @_typing.final
 class AbortFleetApplyResponse(_message.Message):
-    """What became of it."""
+    """The result of the abort."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FLEET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fleet(self) -> Global___FleetReport:
-        """The apply that ran when this was asked, with what was decided; not set: none ran."""
+        """The apply that ran when the call arrived, with its decision; unset: none ran."""
 
     def __init__(
         self,
@@ -3057,7 +3061,7 @@ Global___AbortFleetApplyResponse: _TypeAlias = AbortFleetApplyResponse  # noqa: 
 
 @_typing.final
 class FleetMember(_message.Message):
-    """A member of a fleet, as it says in the register."""
+    """A member of a fleet, as recorded in the register."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3072,21 +3076,21 @@ class FleetMember(_message.Message):
     name: _builtins.str
     """Its name."""
     address: _builtins.str
-    """Where its server listens."""
+    """Address that its server listens on."""
     live_version: _builtins.int
     """The version that its engines hold; 0: none, or different ones."""
     content_digest: _builtins.str
-    """Digest of its content."""
+    """Its content digest."""
     state: _builtins.str
     """serving, paused or fenced."""
     release: _builtins.str
-    """Release of its server; empty: of one that does not say."""
+    """Release of its server; empty: it does not report one."""
     older: _builtins.bool
-    """It is of an older release than the member that answers: what only newer ones can read, it
-    refuses.
+    """True when it runs an older release than the answering member: it refuses what only newer
+    releases can read.
     """
     reason: _builtins.str
-    """Why it serves nothing, where it is fenced: one sentence, cut after 200 bytes."""
+    """Why it is fenced and serves nothing: one sentence, cut after 200 bytes."""
     def __init__(
         self,
         *,
@@ -3126,20 +3130,20 @@ class GetFleetStatusResponse(_message.Message):
     fleet: _builtins.str
     """Name of the fleet."""
     register: _builtins.str
-    """Where it decides, without what is secret."""
+    """URL of the fleet's coordination, without secrets."""
     member: _builtins.str
-    """Name of the member that answers."""
+    """Name of the answering member."""
     decided_version: _builtins.int
-    """What every member is to serve, as decided; 0: nothing was."""
+    """The version that every member must serve, as decided; 0: nothing is decided."""
     decided_digest: _builtins.str
-    """Digest of its content."""
+    """Its content digest."""
     skew: _builtins.int
-    """By how many commits the member that is furthest behind is behind."""
+    """How many commits the slowest member is behind."""
     undecided: _builtins.int
-    """Members that stand still and do not know the decision."""
+    """Members that are paused and do not know the decision."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetMember]:
-        """Members that are there, in the order of their names."""
+        """Members that are present, ordered by name."""
 
     @_builtins.property
     def newest(self) -> Global___FleetReport:
@@ -3147,7 +3151,7 @@ class GetFleetStatusResponse(_message.Message):
 
     @_builtins.property
     def read_age(self) -> _duration_pb2.Duration:
-        """How long ago the answering member read the register; not set: it has not, since it started."""
+        """Time since the answering member read the register; unset: not since it started."""
 
     def __init__(
         self,
@@ -3229,7 +3233,7 @@ class PushStatus(_message.Message):
     ABSENT_WRITERS_FIELD_NUMBER: _builtins.int
     UNFINISHED_WRITERS_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
-    """Names it."""
+    """Identifies the push."""
     version: _builtins.int
     """Its version."""
     received_bytes: _builtins.int
@@ -3239,16 +3243,16 @@ class PushStatus(_message.Message):
     streams: _builtins.int
     """Streams open now."""
     layout_check: Global___LayoutCheck.ValueType
-    """Whether the engine takes its tensors, as far as their layout has come."""
+    """Whether the engine accepts its tensors, for the layout received so far."""
     writers: _builtins.int
-    """How many processes bring it together; 0: one alone."""
+    """Number of processes that push it together; 0: a single one."""
     @_builtins.property
     def absent_writers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Those of them, at most 100, that have not begun."""
+        """Writers, at most 100, that have not begun."""
 
     @_builtins.property
     def unfinished_writers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Those of them, at most 100, that have begun and not asked for the commit."""
+        """Writers, at most 100, that have begun and not asked for the commit."""
 
     def __init__(
         self,
@@ -3292,7 +3296,7 @@ class EngineStatus(_message.Message):
     ROLLBACK_RESIDENT_FIELD_NUMBER: _builtins.int
     APPLY_ID_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
-    """What it is doing."""
+    """Its state."""
     reason: _builtins.str
     """Why it is fenced or away; empty otherwise."""
     engine_id: _builtins.str
@@ -3302,15 +3306,15 @@ class EngineStatus(_message.Message):
     kind: _builtins.str
     """bridge or embedded."""
     name: _builtins.str
-    """Its name: the file name of its socket without the suffix, or how the server was told to make it."""
+    """Its name: the file name of its socket without the suffix, or embedded or memory."""
     live_version: _builtins.int
     """The version that every rank serves; 0: none known."""
     live_content_digest: _builtins.str
     """Its content digest."""
     rollback_version: _builtins.int
-    """The version that Rollback of this engine would go to; 0: none."""
+    """The version that Rollback of this engine would apply; 0: none."""
     rollback_resident: _builtins.bool
-    """True when that lies in memory, and where versions are loaded, loaded."""
+    """True when that version is in memory and, if versions are loaded by a loader, loaded."""
     apply_id: _builtins.str
     """Apply in progress; empty: none."""
     @_builtins.property
@@ -3323,7 +3327,7 @@ class EngineStatus(_message.Message):
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What makes this vLLM less safe than it need be, such as its development endpoints."""
+        """Settings of this vLLM that make it less safe, such as its development endpoints."""
 
     def __init__(
         self,
@@ -3373,23 +3377,23 @@ class ModelStatus(_message.Message):
     model: _builtins.str
     """Model name."""
     live_version: _builtins.int
-    """The live version; 0: none known, or not the same one on every engine."""
+    """The live version; 0: none known, or different ones on different engines."""
     live_content_digest: _builtins.str
     """Its content digest."""
     rollback_version: _builtins.int
-    """The version that Rollback would go to; 0: none, or not the same one on every engine."""
+    """The version that Rollback would apply; 0: none, or different ones on different engines."""
     rollback_resident: _builtins.bool
-    """True when the rollback version lies in memory, and where versions are loaded, loaded."""
+    """True when the rollback version is in memory and, if versions are loaded by a loader, loaded."""
     newest_version: _builtins.int
     """Newest committed version; 0: none."""
     epoch: _builtins.int
-    """Epoch of the present writer; 0: none."""
+    """Epoch of the current writer; 0: none."""
     apply_id: _builtins.str
     """Apply in progress; empty: none."""
     @_builtins.property
     def engine(self) -> Global___EngineStatus:
-        """The engine; of several the first one, in the order of their names, that does not serve, else the
-        first. `engines` has them all.
+        """The engine; of several, the first by name that does not serve, else the first. `engines` lists
+        all.
         """
 
     @_builtins.property
@@ -3402,11 +3406,11 @@ class ModelStatus(_message.Message):
 
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
-        """Every engine of this host, in the order of their names."""
+        """Every engine of this host, ordered by name."""
 
     @_builtins.property
     def client_runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientRun]:
-        """The runs of clients that the versions came from, that of the newest first. At most 8."""
+        """The client runs that pushed the versions, newest version first. At most 8."""
 
     def __init__(
         self,
@@ -3444,13 +3448,13 @@ class ClientRun(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     HAS_EPOCH_FIELD_NUMBER: _builtins.int
     client_run: _builtins.str
-    """As it named itself; see BeginPush."""
+    """Its name; see BeginPush."""
     newest_version: _builtins.int
     """Its newest committed version."""
     versions: _builtins.int
-    """Its versions that exist."""
+    """How many of its versions exist."""
     has_epoch: _builtins.bool
-    """True when it took the newest epoch."""
+    """True when it acquired the newest epoch."""
     def __init__(
         self,
         *,
@@ -3509,11 +3513,11 @@ class GetStatusResponse(_message.Message):
     memory_reserved_bytes: _builtins.int
     """Shared memory reserved by segments, in bytes."""
     memory_limit_bytes: _builtins.int
-    """Most that may be reserved, in bytes."""
+    """Limit for that, in bytes."""
     fetchers: _builtins.int
     """Fetcher processes alive."""
     store: _builtins.str
-    """Where versions are kept, as configured."""
+    """URL of the version store, as configured."""
     durable: _builtins.bool
     """False when versions do not survive a restart."""
     ingest_processes: _builtins.int
@@ -3528,11 +3532,11 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def invariant_violations(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Violations seen of each invariant, by name."""
+        """Violations of each invariant, by name."""
 
     @_builtins.property
     def disks(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiskStatus]:
-        """Folders that the server or vLLM writes to, and the room on their disks."""
+        """Folders that the server or vLLM writes to, and the space on their disks."""
 
     def __init__(
         self,
@@ -3569,16 +3573,16 @@ class DiskStatus(_message.Message):
     USED_BYTES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
-    """What is in it: "store", "state", "checkpoints", or "shm", which vLLM's processes share."""
+    """What it holds: "store", "state", "checkpoints", or "shm", which vLLM's processes share."""
     path: _builtins.str
-    """Where it is, as the server sees it."""
+    """Its path, as the server sees it."""
     free_bytes: _builtins.int
-    """What can still be written to its disk, in bytes."""
+    """Bytes that can still be written to its disk."""
     used_bytes: _builtins.int
-    """What is in use on its disk, by whomever, in bytes."""
+    """Bytes in use on its disk, by all users."""
     error: _builtins.str
-    """Why nothing more is written there, with the remedy; empty: there is room. While it is the
-    store's that has none, the health service "push" is NOT_SERVING.
+    """Why nothing more is written there, with the remedy; empty: there is space. While this is set
+    for the store, the health service "push" is NOT_SERVING.
     """
     def __init__(
         self,

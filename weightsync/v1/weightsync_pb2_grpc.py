@@ -144,8 +144,8 @@ class WeightSyncServicer:
         raise NotImplementedError('Method not implemented!')
 
     def BeginPush(self, request, context):
-        """Opens the upload of one version, or joins it when the idempotency key is known. Waits for a free
-        slot within the call's deadline, then fails with RESOURCE_EXHAUSTED and RetryInfo.
+        """Opens the upload of one version, or joins it when the idempotency key is known. Waits for a
+        free slot within the call's deadline, then fails with RESOURCE_EXHAUSTED and RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,15 +168,15 @@ class WeightSyncServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortPush(self, request, context):
-        """Drops an upload that is not committed and frees its slot; refused while its version is live or in
-        an apply. Idempotent.
+        """Drops an upload that is not committed and frees its slot; refused while its version is live or
+        in an apply. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPush(self, request, context):
-        """Tells how far an upload has come: the offsets to resume from.
+        """Returns the progress of an upload: the offsets to resume from.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,7 +190,7 @@ class WeightSyncServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Rollback(self, request, context):
-        """Goes back to the previous verified version and marks the left one rejected.
+        """Applies the previous verified version and marks the version that it leaves as rejected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,44 +204,45 @@ class WeightSyncServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetVersion(self, request, context):
-        """Tells all about one version, its tensors page by page.
+        """Returns one version, with its tensors page by page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetEngineLayout(self, request, context):
-        """Tells the names, dtypes and shapes that the engines hold, page by page: what a trainer casts to.
+        """Returns the names, dtypes and shapes that the engines hold, page by page, for a trainer to cast
+        to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchVersions(self, request, context):
-        """Sends the present state of every version, then each change, until the caller cancels.
+        """Sends the current state of every version, then each change, until the caller cancels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinVersion(self, request, context):
-        """Keeps a version from being collected, or lets it go.
+        """Protects a version from garbage collection, or ends that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteVersion(self, request, context):
-        """Deletes a version that is neither live, staged for an apply, pinned nor a base; the one that
-        Rollback would go back to only by force.
+        """Deletes a version that is not live, staged for an apply, pinned or a base; the version that
+        Rollback would apply is deleted only with force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PullWeights(self, request, context):
-        """Sends the bytes of a committed version back as the safetensors shards that were pushed. One that
-        is not in memory needs a slot to be read into: where none is free, RESOURCE_EXHAUSTED at once.
+        """Returns the bytes of a committed version as the safetensors shards that were pushed. A version
+        that is not in memory needs a slot; RESOURCE_EXHAUSTED at once when none is free.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -255,22 +256,21 @@ class WeightSyncServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Tells the state of the server, engine, ranks, slots, pushes and invariants.
+        """Returns the state of the server, engine, ranks, slots, pushes and invariants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetFleetStatus(self, request, context):
-        """Tells what the fleet that this server is a member of has decided, and where its members are.
+        """Returns what this server's fleet has decided, and the state of its members.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortFleetApply(self, request, context):
-        """Tries to decide against the apply or rollback that runs in the fleet; what was decided first
-        stays decided.
+        """Tries to abort the apply or rollback that runs in the fleet; an earlier decision stands.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,8 +4,8 @@ isort:skip_file
 The wire contract of WeightSync. This file is the API reference.
 
 Identity of a version. The content digest is the xxh3-128 (seed 0, canonical big-endian, 32
-lower-case hexadecimal digits) of the concatenation, over all tensors sorted by the UTF-8 bytes of
-their names, of these lines, each ended by one line feed (0x0A):
+lower-case hexadecimal digits) of one line for each tensor, sorted by the UTF-8 bytes of their
+names, each line ended by one line feed (0x0A):
   <name as a JSON string, ASCII only> <dtype> <dims joined by ","> <xxh3-128 of the bytes, hex>
 with one space between the four fields; a 0-dim tensor has an empty third field. dtype is the
 safetensors name (BF16, F32, ...). The layout digest is the same over
@@ -15,8 +15,8 @@ a line for each shard in order, with size_bytes and header_bytes as in LayoutPar
   <shard> <size_bytes> <header_bytes>
 The layout signature is the same over <name> <dtype> <dims> alone.
 
-Errors carry google.rpc.ErrorInfo with domain "weightsync" and a stable reason, and where they
-help RetryInfo or BadRequest. ABORTED: read the state again, then retry. UNAVAILABLE: retry the
+Errors carry google.rpc.ErrorInfo with domain "weightsync" and a stable reason, and RetryInfo or
+BadRequest where they help. ABORTED: read the state again, then retry. UNAVAILABLE: retry the
 same call. FAILED_PRECONDITION: do not retry, do what the message says. DATA_LOSS: bytes that the
 server stored or staged no longer have their digest.
 """
@@ -54,8 +54,8 @@ class WeightSyncStub:
     AcquireEpoch: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AcquireEpochRequest, _weightsync_pb2.AcquireEpochResponse]
     """Makes the caller the writer of a model; older writers are refused from then on."""
     BeginPush: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.BeginPushRequest, _weightsync_pb2.BeginPushResponse]
-    """Opens the upload of one version, or joins it when the idempotency key is known. Waits for a free
-    slot within the call's deadline, then fails with RESOURCE_EXHAUSTED and RetryInfo.
+    """Opens the upload of one version, or joins it when the idempotency key is known. Waits for a
+    free slot within the call's deadline, then fails with RESOURCE_EXHAUSTED and RetryInfo.
     """
     PushWeights: _grpc.StreamUnaryMultiCallable[_weightsync_pb2.PushWeightsRequest, _weightsync_pb2.PushWeightsResponse]
     """Sends layout parts, chunks and digests of one push. Many streams may serve one push; a shard
@@ -65,43 +65,43 @@ class WeightSyncStub:
     CommitPush: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.CommitPushRequest, _weightsync_pb2.CommitPushResponse]
     """Ends the upload: waits until every shard is verified and durable. Idempotent."""
     AbortPush: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AbortPushRequest, _weightsync_pb2.AbortPushResponse]
-    """Drops an upload that is not committed and frees its slot; refused while its version is live or in
-    an apply. Idempotent.
+    """Drops an upload that is not committed and frees its slot; refused while its version is live or
+    in an apply. Idempotent.
     """
     GetPush: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetPushRequest, _weightsync_pb2.GetPushResponse]
-    """Tells how far an upload has come: the offsets to resume from."""
+    """Returns the progress of an upload: the offsets to resume from."""
     ApplyVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ApplyVersionRequest, _weightsync_pb2.ApplyVersionResponse]
     """Makes a version live on every rank of the engine, or changes nothing."""
     Rollback: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.RollbackRequest, _weightsync_pb2.RollbackResponse]
-    """Goes back to the previous verified version and marks the left one rejected."""
+    """Applies the previous verified version and marks the version that it leaves as rejected."""
     ListVersions: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ListVersionsRequest, _weightsync_pb2.ListVersionsResponse]
     """Lists the versions of a model, newest first."""
     GetVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetVersionRequest, _weightsync_pb2.GetVersionResponse]
-    """Tells all about one version, its tensors page by page."""
+    """Returns one version, with its tensors page by page."""
     GetEngineLayout: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetEngineLayoutRequest, _weightsync_pb2.GetEngineLayoutResponse]
-    """Tells the names, dtypes and shapes that the engines hold, page by page: what a trainer casts to."""
+    """Returns the names, dtypes and shapes that the engines hold, page by page, for a trainer to cast
+    to.
+    """
     WatchVersions: _grpc.UnaryStreamMultiCallable[_weightsync_pb2.WatchVersionsRequest, _weightsync_pb2.WatchVersionsResponse]
-    """Sends the present state of every version, then each change, until the caller cancels."""
+    """Sends the current state of every version, then each change, until the caller cancels."""
     PinVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.PinVersionRequest, _weightsync_pb2.PinVersionResponse]
-    """Keeps a version from being collected, or lets it go."""
+    """Protects a version from garbage collection, or ends that."""
     DeleteVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.DeleteVersionRequest, _weightsync_pb2.DeleteVersionResponse]
-    """Deletes a version that is neither live, staged for an apply, pinned nor a base; the one that
-    Rollback would go back to only by force.
+    """Deletes a version that is not live, staged for an apply, pinned or a base; the version that
+    Rollback would apply is deleted only with force.
     """
     PullWeights: _grpc.UnaryStreamMultiCallable[_weightsync_pb2.PullWeightsRequest, _weightsync_pb2.PullWeightsResponse]
-    """Sends the bytes of a committed version back as the safetensors shards that were pushed. One that
-    is not in memory needs a slot to be read into: where none is free, RESOURCE_EXHAUSTED at once.
+    """Returns the bytes of a committed version as the safetensors shards that were pushed. A version
+    that is not in memory needs a slot; RESOURCE_EXHAUSTED at once when none is free.
     """
     VerifyVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]
-    """Tells the state of the server, engine, ranks, slots, pushes and invariants."""
+    """Returns the state of the server, engine, ranks, slots, pushes and invariants."""
     GetFleetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetFleetStatusRequest, _weightsync_pb2.GetFleetStatusResponse]
-    """Tells what the fleet that this server is a member of has decided, and where its members are."""
+    """Returns what this server's fleet has decided, and the state of its members."""
     AbortFleetApply: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AbortFleetApplyRequest, _weightsync_pb2.AbortFleetApplyResponse]
-    """Tries to decide against the apply or rollback that runs in the fleet; what was decided first
-    stays decided.
-    """
+    """Tries to abort the apply or rollback that runs in the fleet; an earlier decision stands."""
 
 @_typing.type_check_only
 class WeightSyncAsyncStub(WeightSyncStub):
@@ -111,8 +111,8 @@ class WeightSyncAsyncStub(WeightSyncStub):
     AcquireEpoch: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AcquireEpochRequest, _weightsync_pb2.AcquireEpochResponse]  # type: ignore[assignment]
     """Makes the caller the writer of a model; older writers are refused from then on."""
     BeginPush: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.BeginPushRequest, _weightsync_pb2.BeginPushResponse]  # type: ignore[assignment]
-    """Opens the upload of one version, or joins it when the idempotency key is known. Waits for a free
-    slot within the call's deadline, then fails with RESOURCE_EXHAUSTED and RetryInfo.
+    """Opens the upload of one version, or joins it when the idempotency key is known. Waits for a
+    free slot within the call's deadline, then fails with RESOURCE_EXHAUSTED and RetryInfo.
     """
     PushWeights: _aio.StreamUnaryMultiCallable[_weightsync_pb2.PushWeightsRequest, _weightsync_pb2.PushWeightsResponse]  # type: ignore[assignment]
     """Sends layout parts, chunks and digests of one push. Many streams may serve one push; a shard
@@ -122,43 +122,43 @@ class WeightSyncAsyncStub(WeightSyncStub):
     CommitPush: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.CommitPushRequest, _weightsync_pb2.CommitPushResponse]  # type: ignore[assignment]
     """Ends the upload: waits until every shard is verified and durable. Idempotent."""
     AbortPush: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AbortPushRequest, _weightsync_pb2.AbortPushResponse]  # type: ignore[assignment]
-    """Drops an upload that is not committed and frees its slot; refused while its version is live or in
-    an apply. Idempotent.
+    """Drops an upload that is not committed and frees its slot; refused while its version is live or
+    in an apply. Idempotent.
     """
     GetPush: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetPushRequest, _weightsync_pb2.GetPushResponse]  # type: ignore[assignment]
-    """Tells how far an upload has come: the offsets to resume from."""
+    """Returns the progress of an upload: the offsets to resume from."""
     ApplyVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ApplyVersionRequest, _weightsync_pb2.ApplyVersionResponse]  # type: ignore[assignment]
     """Makes a version live on every rank of the engine, or changes nothing."""
     Rollback: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.RollbackRequest, _weightsync_pb2.RollbackResponse]  # type: ignore[assignment]
-    """Goes back to the previous verified version and marks the left one rejected."""
+    """Applies the previous verified version and marks the version that it leaves as rejected."""
     ListVersions: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ListVersionsRequest, _weightsync_pb2.ListVersionsResponse]  # type: ignore[assignment]
     """Lists the versions of a model, newest first."""
     GetVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetVersionRequest, _weightsync_pb2.GetVersionResponse]  # type: ignore[assignment]
-    """Tells all about one version, its tensors page by page."""
+    """Returns one version, with its tensors page by page."""
     GetEngineLayout: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetEngineLayoutRequest, _weightsync_pb2.GetEngineLayoutResponse]  # type: ignore[assignment]
-    """Tells the names, dtypes and shapes that the engines hold, page by page: what a trainer casts to."""
+    """Returns the names, dtypes and shapes that the engines hold, page by page, for a trainer to cast
+    to.
+    """
     WatchVersions: _aio.UnaryStreamMultiCallable[_weightsync_pb2.WatchVersionsRequest, _weightsync_pb2.WatchVersionsResponse]  # type: ignore[assignment]
-    """Sends the present state of every version, then each change, until the caller cancels."""
+    """Sends the current state of every version, then each change, until the caller cancels."""
     PinVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.PinVersionRequest, _weightsync_pb2.PinVersionResponse]  # type: ignore[assignment]
-    """Keeps a version from being collected, or lets it go."""
+    """Protects a version from garbage collection, or ends that."""
     DeleteVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.DeleteVersionRequest, _weightsync_pb2.DeleteVersionResponse]  # type: ignore[assignment]
-    """Deletes a version that is neither live, staged for an apply, pinned nor a base; the one that
-    Rollback would go back to only by force.
+    """Deletes a version that is not live, staged for an apply, pinned or a base; the version that
+    Rollback would apply is deleted only with force.
     """
     PullWeights: _aio.UnaryStreamMultiCallable[_weightsync_pb2.PullWeightsRequest, _weightsync_pb2.PullWeightsResponse]  # type: ignore[assignment]
-    """Sends the bytes of a committed version back as the safetensors shards that were pushed. One that
-    is not in memory needs a slot to be read into: where none is free, RESOURCE_EXHAUSTED at once.
+    """Returns the bytes of a committed version as the safetensors shards that were pushed. A version
+    that is not in memory needs a slot; RESOURCE_EXHAUSTED at once when none is free.
     """
     VerifyVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]  # type: ignore[assignment]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Tells the state of the server, engine, ranks, slots, pushes and invariants."""
+    """Returns the state of the server, engine, ranks, slots, pushes and invariants."""
     GetFleetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetFleetStatusRequest, _weightsync_pb2.GetFleetStatusResponse]  # type: ignore[assignment]
-    """Tells what the fleet that this server is a member of has decided, and where its members are."""
+    """Returns what this server's fleet has decided, and the state of its members."""
     AbortFleetApply: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AbortFleetApplyRequest, _weightsync_pb2.AbortFleetApplyResponse]  # type: ignore[assignment]
-    """Tries to decide against the apply or rollback that runs in the fleet; what was decided first
-    stays decided.
-    """
+    """Tries to abort the apply or rollback that runs in the fleet; an earlier decision stands."""
 
 class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
     """Moves a trainer's new weights into running generators."""
@@ -177,8 +177,8 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.BeginPushRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.BeginPushResponse, _abc.Awaitable[_weightsync_pb2.BeginPushResponse]]:
-        """Opens the upload of one version, or joins it when the idempotency key is known. Waits for a free
-        slot within the call's deadline, then fails with RESOURCE_EXHAUSTED and RetryInfo.
+        """Opens the upload of one version, or joins it when the idempotency key is known. Waits for a
+        free slot within the call's deadline, then fails with RESOURCE_EXHAUSTED and RetryInfo.
         """
 
     @_abc_1.abstractmethod
@@ -206,8 +206,8 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.AbortPushRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.AbortPushResponse, _abc.Awaitable[_weightsync_pb2.AbortPushResponse]]:
-        """Drops an upload that is not committed and frees its slot; refused while its version is live or in
-        an apply. Idempotent.
+        """Drops an upload that is not committed and frees its slot; refused while its version is live or
+        in an apply. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -216,7 +216,7 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.GetPushRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetPushResponse, _abc.Awaitable[_weightsync_pb2.GetPushResponse]]:
-        """Tells how far an upload has come: the offsets to resume from."""
+        """Returns the progress of an upload: the offsets to resume from."""
 
     @_abc_1.abstractmethod
     def ApplyVersion(
@@ -232,7 +232,7 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.RollbackRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.RollbackResponse, _abc.Awaitable[_weightsync_pb2.RollbackResponse]]:
-        """Goes back to the previous verified version and marks the left one rejected."""
+        """Applies the previous verified version and marks the version that it leaves as rejected."""
 
     @_abc_1.abstractmethod
     def ListVersions(
@@ -248,7 +248,7 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.GetVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetVersionResponse, _abc.Awaitable[_weightsync_pb2.GetVersionResponse]]:
-        """Tells all about one version, its tensors page by page."""
+        """Returns one version, with its tensors page by page."""
 
     @_abc_1.abstractmethod
     def GetEngineLayout(
@@ -256,7 +256,9 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.GetEngineLayoutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetEngineLayoutResponse, _abc.Awaitable[_weightsync_pb2.GetEngineLayoutResponse]]:
-        """Tells the names, dtypes and shapes that the engines hold, page by page: what a trainer casts to."""
+        """Returns the names, dtypes and shapes that the engines hold, page by page, for a trainer to cast
+        to.
+        """
 
     @_abc_1.abstractmethod
     def WatchVersions(
@@ -264,7 +266,7 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.WatchVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weightsync_pb2.WatchVersionsResponse], _abc.AsyncIterator[_weightsync_pb2.WatchVersionsResponse]]:
-        """Sends the present state of every version, then each change, until the caller cancels."""
+        """Sends the current state of every version, then each change, until the caller cancels."""
 
     @_abc_1.abstractmethod
     def PinVersion(
@@ -272,7 +274,7 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.PinVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.PinVersionResponse, _abc.Awaitable[_weightsync_pb2.PinVersionResponse]]:
-        """Keeps a version from being collected, or lets it go."""
+        """Protects a version from garbage collection, or ends that."""
 
     @_abc_1.abstractmethod
     def DeleteVersion(
@@ -280,8 +282,8 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.DeleteVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.DeleteVersionResponse, _abc.Awaitable[_weightsync_pb2.DeleteVersionResponse]]:
-        """Deletes a version that is neither live, staged for an apply, pinned nor a base; the one that
-        Rollback would go back to only by force.
+        """Deletes a version that is not live, staged for an apply, pinned or a base; the version that
+        Rollback would apply is deleted only with force.
         """
 
     @_abc_1.abstractmethod
@@ -290,8 +292,8 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.PullWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weightsync_pb2.PullWeightsResponse], _abc.AsyncIterator[_weightsync_pb2.PullWeightsResponse]]:
-        """Sends the bytes of a committed version back as the safetensors shards that were pushed. One that
-        is not in memory needs a slot to be read into: where none is free, RESOURCE_EXHAUSTED at once.
+        """Returns the bytes of a committed version as the safetensors shards that were pushed. A version
+        that is not in memory needs a slot; RESOURCE_EXHAUSTED at once when none is free.
         """
 
     @_abc_1.abstractmethod
@@ -308,7 +310,7 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetStatusResponse, _abc.Awaitable[_weightsync_pb2.GetStatusResponse]]:
-        """Tells the state of the server, engine, ranks, slots, pushes and invariants."""
+        """Returns the state of the server, engine, ranks, slots, pushes and invariants."""
 
     @_abc_1.abstractmethod
     def GetFleetStatus(
@@ -316,7 +318,7 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.GetFleetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetFleetStatusResponse, _abc.Awaitable[_weightsync_pb2.GetFleetStatusResponse]]:
-        """Tells what the fleet that this server is a member of has decided, and where its members are."""
+        """Returns what this server's fleet has decided, and the state of its members."""
 
     @_abc_1.abstractmethod
     def AbortFleetApply(
@@ -324,8 +326,6 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.AbortFleetApplyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.AbortFleetApplyResponse, _abc.Awaitable[_weightsync_pb2.AbortFleetApplyResponse]]:
-        """Tries to decide against the apply or rollback that runs in the fleet; what was decided first
-        stays decided.
-        """
+        """Tries to abort the apply or rollback that runs in the fleet; an earlier decision stands."""
 
 def add_WeightSyncServicer_to_server(servicer: WeightSyncServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

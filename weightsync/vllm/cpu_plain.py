@@ -1,23 +1,17 @@
-"""Has vLLM's layers on a CPU compute from their parameters, as on a GPU, not from packed copies.
+"""Has vLLM's layers on a CPU compute from their parameters, not from packed copies.
 
-CPU vLLM packs weights for its kernels when it has loaded them: what its forward pass reads then is
-in no parameter, or a parameter holds other bytes than the checkpoint. What is here makes it leave
-them as they are. It is called before any layer is made, and changes vLLM for good.
+It is called before any layer is made, and changes vLLM for good.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["leave_experts_plain", "leave_linear_plain", "packs_experts"]
 
 _LAYERS = "vllm.model_executor.layers"
 
@@ -42,7 +36,7 @@ def leave_experts_plain() -> None:
     """Have unquantised experts compute from their parameters, whichever kernel would be taken.
 
     Slower than packed ones: one matrix product for each expert that a batch asks for. In releases
-    that know no such way nothing changes, and the proof at start refuses what they pack.
+    without such a way nothing changes, and the proof at start refuses what they pack.
     """
     try:
         experts = importlib.import_module(f"{_LAYERS}.fused_moe.experts.cpu_moe")
@@ -59,7 +53,6 @@ def leave_experts_plain() -> None:
 
 
 def packs_experts(module: torch.nn.Module) -> bool:
-    """Return whether a layer's experts are packed for a kernel of CPUs, in their parameters."""
     method = getattr(module, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
@@ -88,7 +81,6 @@ def _is_plain(experts: object) -> bool:
 
 
 def _leave_weights(self: Any, layer: torch.nn.Module) -> None:
-    """Stand for the packing of `CPUUnquantizedExperts`."""
     del layer
     self._use_zentorch = False
 
@@ -146,18 +138,8 @@ def _compute(
     """Fill `output` with the weighted sum of what each row's experts make of it.
 
     Sums are formed in float32, as in the kernels, expert by expert: the same rows give the same
-    bits.
-
-    Args:
-        output: A row per row of `hidden`.
-        hidden: What the experts are asked about.
-        w13: Gate and up projection of each expert, one below the other.
-        w2: Down projection of each expert.
-        w13_bias: Of the former.
-        w2_bias: Of the latter.
-        weights: Of each row's experts.
-        ids: Of each row's experts, as `w13` counts them; negative: not here.
-        activation: What vLLM calls it.
+    bits. `w13` has the gate and up projection of each expert, one below the other. A negative id is
+    of an expert that is not here.
     """
     total = torch.zeros(output.shape, dtype=torch.float32)
     for expert in torch.unique(ids).tolist():

@@ -1,15 +1,14 @@
 """Which draft model an engine has, and how a version names the tensors of it.
 
 Speculation by n-grams or suffixes has no weights. What else vLLM offers is refused at start: it
-makes tensors of the draft's weights outside of the draft, which nobody would update.
+makes tensors of the draft's weights that nobody would update.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
-
-__all__ = ["DRAFT", "draft_names", "draft_of", "draft_refusals"]
 
 #: What the paths of a draft begin with, and its tensors' names unless its checkpoint is the
 #: target's.
@@ -23,13 +22,9 @@ _HIDDEN = ("gemma4_mtp",)
 
 
 def draft_names(config: Any) -> str | None:
-    """Return what the names of a draft's tensors begin with; None: the engine has no draft.
+    """Return the prefix of a draft's tensor names; None: the engine has no draft.
 
-    MTP layers lie in the target's checkpoint and keep the names that they have there, so that it is
-    "" for them.
-
-    Args:
-        config: VLLM's VllmConfig.
+    It is "" for MTP layers, which keep their names in the target's checkpoint.
     """
     spec = getattr(config, "speculative_config", None)
     if spec is None or spec.method in _WITHOUT_MODEL:
@@ -45,10 +40,9 @@ def _one_checkpoint(config: Any) -> bool:
 
 
 def draft_of(worker: Any) -> tuple[Any, str] | None:
-    """Return the draft model of a vLLM worker, and `draft_names`; None: it has none.
+    """Return the draft of a vLLM worker and its `draft_names`; None: it has none.
 
-    Raises:
-        LookupError: It should have one, and where it is nobody knows.
+    Raises LookupError if it should have one and none is found.
     """
     names = draft_names(getattr(worker, "vllm_config", None))
     if names is None:
@@ -68,52 +62,35 @@ def _model_type(spec: Any) -> str:
     return str(getattr(hf_config, "model_type", ""))
 
 
-def draft_refusals(config: Any) -> tuple[tuple[bool, str], ...]:
-    """Return what is refused of speculation, each with one sentence.
-
-    Args:
-        config: VLLM's VllmConfig.
-    """
+def draft_refusals(config: Any) -> Iterator[str]:
     spec, parallel = config.speculative_config, config.parallel_config
     if spec is None or spec.method in _WITHOUT_MODEL:
-        return ()
+        return
     ranks = parallel.tensor_parallel_size
     own = getattr(spec.draft_parallel_config, "tensor_parallel_size", ranks)
-    return (
-        (
-            spec.method not in _WITH_MODEL,
-            (
-                f"speculation by {spec.method} is not supported, because an update would leave "
-                "what it has made of its weights; use eagle, eagle3, mtp, draft_model or ngram"
-            ),
-        ),
-        (
-            _model_type(spec) in _HIDDEN,
-            (
-                f"{_model_type(spec)} is not supported, because vLLM keeps what it makes of the "
-                "draft's weights where no update reaches it; start vLLM without "
-                "--speculative-config"
-            ),
-        ),
-        (
-            bool(getattr(spec, "parallel_drafting", False)),
-            (
-                "parallel drafting is not supported, because vLLM keeps a state that it computes "
-                "from the draft's weights; set parallel_drafting to false"
-            ),
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            (
-                "a draft model beside pipeline parallel ranks is not supported; start vLLM with "
-                "--pipeline-parallel-size 1 or without --speculative-config"
-            ),
-        ),
-        (
-            own != ranks,
-            (
-                f"a draft on {own} of {ranks} ranks is not supported; set "
-                "draft_tensor_parallel_size to the target's"
-            ),
-        ),
-    )
+    if spec.method not in _WITH_MODEL:
+        yield (
+            f"speculation by {spec.method} is not supported, because an update would leave "
+            "what it has made of its weights; use eagle, eagle3, mtp, draft_model or ngram"
+        )
+    if _model_type(spec) in _HIDDEN:
+        yield (
+            f"{_model_type(spec)} is not supported, because vLLM keeps what it makes of the "
+            "draft's weights where no update reaches it; start vLLM without "
+            "--speculative-config"
+        )
+    if getattr(spec, "parallel_drafting", False):
+        yield (
+            "parallel drafting is not supported, because vLLM keeps a state that it computes "
+            "from the draft's weights; set parallel_drafting to false"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        yield (
+            "a draft model beside pipeline parallel ranks is not supported; start vLLM with "
+            "--pipeline-parallel-size 1 or without --speculative-config"
+        )
+    if own != ranks:
+        yield (
+            f"a draft on {own} of {ranks} ranks is not supported; set "
+            "draft_tensor_parallel_size to the target's"
+        )

@@ -1,33 +1,32 @@
 """The endpoint plugin: serves the bridge on a unix socket inside vLLM's API process.
 
-vLLM loads it only when VLLM_PLUGINS names it, and that list holds for all plugin groups; both of
-ours are named `weightsync`, so VLLM_PLUGINS=weightsync is enough.
+vLLM loads it only when VLLM_PLUGINS names it, for which `weightsync` is enough: both of our plugins
+have that name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import EngineState
-from weightsync.vllm.answers.version_header import AnswerState, AnswerVersions
-from weightsync.vllm.bridge.readiness_gate import Gate, GateState
-from weightsync.vllm.bridge.train_forward import ForwardState, TrainForward
-from weightsync.vllm.bridge.upstream import Upstream
+from weightsync.host_dirs import make_dir, run_dir
+from weightsync.vllm.bridge.readiness_gate import ReadinessGate, starting
 from weightsync.vllm.env import EngineSettings
-from weightsync.wire.named_methods import generic_only
-from weightsync.wire.unix_sockets import claimed, umask
+from weightsync.vllm.extensions import inner_middlewares, outer_middlewares, update_makers
+from weightsync.wire.grpc_channels import generic_only
+from weightsync.wire.socket_server import claimed, umask
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
     import grpc
 
     from weightsync.vllm.bridge.adapter import VllmEngine
+    from weightsync.vllm.bridge.embedded import EmbeddedEngine
 
-__all__ = ["Bridge", "create", "serve"]
+__all__ = ["BridgePlugin", "create", "launch", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,31 +35,27 @@ _SOCKET_MODE = 0o660
 _UMASK = 0o007
 
 
-class Bridge:
-    """vLLM's EndpointPlugin protocol. The engine is paused before HTTP listens.
-
-    Attributes:
-        name: For vLLM's logs and VLLM_PLUGINS.
-        required_tasks: None: any model.
-    """
+class BridgePlugin:
+    """vLLM's EndpointPlugin protocol; the engine is paused before HTTP listens."""
 
     name = "weightsync"
     required_tasks = None
 
     def __init__(self) -> None:
-        self._gate = GateState()
-        self._answers = AnswerState()
-        self._forward = ForwardState()
+        self._condition: Callable[[], tuple[EngineState, str]] = starting
+        self._inner, self._outer = inner_middlewares(), outer_middlewares()
         self._server: grpc.aio.Server | None = None
         self._engine: VllmEngine | None = None
         self._socket = ""
         self._end_calls: Callable[[], None] = lambda: None
 
     def attach_router(self, app: Any) -> None:
-        """Put the gate before all routes, and before it what is passed on to the server."""
-        app.add_middleware(AnswerVersions, state=self._answers)
-        app.add_middleware(Gate, state=self._gate)
-        app.add_middleware(TrainForward, state=self._forward)
+        """Put the gate before all routes; extensions come behind it, and before it."""
+        for middleware in self._inner:
+            app.add_middleware(middleware.wrap)
+        app.add_middleware(ReadinessGate, condition=lambda: self._condition())  # noqa: PLW0108 - it is replaced
+        for middleware in self._outer:
+            app.add_middleware(middleware.wrap)
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -74,36 +69,27 @@ class Bridge:
         app.router.lifespan_context = lifespan
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Pause the engine and serve EngineService.
-
-        Raises:
-            RuntimeError: There are several API server processes.
-            WeightSyncError: The socket is another engine's, or cannot be made.
-        """
+        """Pause the engine and serve EngineService."""
         del state
         if engine_client is None or getattr(engine_client, "weightsync_hosted", False):
             # No engine, or one that weightsync-server hosts itself, with a gate of its own.
-            self._gate.condition = lambda: (EngineState.SERVING, "")
+            self._condition = lambda: (EngineState.SERVING, "")
             return
         count = getattr(args, "api_server_count", None) or 1
         if count > 1:
-            msg = (
+            raise RuntimeError(
                 f"weightsync needs one API server process, not {count} (vllm serve starts one per "
                 "data parallel rank by itself); pass --api-server-count 1"
             )
-            raise RuntimeError(msg)
         from vllm import __version__ as vllm_version
 
         from weightsync.vllm.bridge.adapter import VllmEngine
 
         settings = EngineSettings.load()
-        if settings.server_url:
-            self._forward.upstream = Upstream(settings.server_url, settings.server_ca)
-        self._engine = VllmEngine(engine_client, vllm_version, "bridge")
+        self._engine = VllmEngine(engine_client, vllm_version, "bridge", update_makers())
         await self._engine.start()
-        if settings.answer_versions:
-            self._answers.follow(engine_client, self._engine.live)
-        self._gate.condition = self._engine.condition
+        for middleware in (*self._outer, *self._inner):
+            middleware.start(engine_client, self._engine.live, settings)
         await self._serve(self._engine, settings)
 
     async def stop(self) -> None:
@@ -127,7 +113,7 @@ class Bridge:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
         _bind(server, settings.engine_socket)
         self._socket = settings.engine_socket
-        self._end_calls = servicer.close
+        self._end_calls, self._condition = servicer.close, servicer.condition
         await server.start()
         self._server = server
         logger.info("weightsync: bridge listens on unix:%s", self._socket)
@@ -138,6 +124,10 @@ def _remove(path: str) -> None:
 
 
 def _bind(server: grpc.aio.Server, path: str) -> None:
+    folder = Path(path).parent
+    if folder == run_dir():
+        # The server and vLLM start in either order.
+        make_dir(folder)
     with (
         claimed(path, "set WEIGHTSYNC_ENGINE_SOCKET to another path"),
         umask(_UMASK),
@@ -146,23 +136,27 @@ def _bind(server: grpc.aio.Server, path: str) -> None:
     Path(path).chmod(_SOCKET_MODE)
 
 
-def create() -> Bridge:
-    """Return the plugin object; the factory named by our entry point."""
-    return Bridge()
+def create() -> BridgePlugin:
+    """The factory named by our entry point."""
+    return BridgePlugin()
 
 
-async def serve(llm: Any) -> Bridge:
+async def serve(llm: Any) -> BridgePlugin:
     """Pause an AsyncLLM of your own process and serve its bridge, as `vllm serve` does.
 
     A weightsync-server beside it then proves its weights and lets it generate. Await `stop` of what
-    this returns before the AsyncLLM is shut down.
-
-    Args:
-        llm: vLLM's AsyncLLM, on whose loop this is called.
+    this returns before the AsyncLLM is shut down. Call this on the loop of `llm`, vLLM's AsyncLLM.
 
     Raises:
         WeightSyncError: The socket is another engine's, or cannot be made.
     """
-    bridge = Bridge()
+    bridge = BridgePlugin()
     await bridge.init_state(llm, None, None)
     return bridge
+
+
+async def launch(flags: Sequence[str], segment_socket: str = "") -> EmbeddedEngine:
+    """See EmbeddedEngine.launch; with what its HTTP API has beside a bridge."""
+    from weightsync.vllm.bridge.embedded import EmbeddedEngine
+
+    return await EmbeddedEngine.launch(flags, segment_socket, update_makers(), inner_middlewares())

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["METHODS", "RECEIVING_BACKENDS", "UPDATE", "rank_name", "rank_names"]
+from collections.abc import Mapping
+from typing import Any
 
 #: The methods on vLLM's workers, and what a rank calls each.
 METHODS: Mapping[str, str] = {
@@ -25,11 +21,7 @@ METHODS: Mapping[str, str] = {
     "weightsync_attach": "attach",
     "weightsync_unprove": "unprove",
     "weightsync_digest": "digest",
-    "weightsync_update": "update",
 }
-
-#: The one that the API process alone calls.
-UPDATE = "weightsync_update"
 
 #: Our backends that receive over a transfer of vLLM's own, and what vLLM calls that.
 RECEIVING_BACKENDS: Mapping[str, str] = {"weightsync_nccl": "nccl", "weightsync_ipc": "ipc"}
@@ -45,8 +37,8 @@ def rank_name(parallel: Any, rank: int) -> str:
 def rank_names(parallel: Any) -> tuple[str, ...]:
     """Return the names of all workers of one engine in the order of their replies.
 
-    Engine core by engine core, each in the order of `collective_rpc` replies. A worker of a dense
-    model that knows only of its own engine core gets the names of that one's workers.
+    A worker of a dense model that knows only its own engine core gets the names of that one's
+    workers.
     """
     size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     cores = range(parallel.data_parallel_size)

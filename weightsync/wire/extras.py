@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from weightsync.errors import Reason, WeightSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["missing_package", "needing"]
 
 _SERVER, _OBJECTS = "'weightsync[server]'", "'weightsync[objects]'"
 #: By the name that is imported; others are installed by that name.
@@ -28,11 +23,9 @@ _OURS = frozenset({"weightsync", "weightsync_client", "weightsync_server"})
 
 
 def missing_package(error: ModuleNotFoundError, what: str) -> str:
-    """Return which package something needs and how to install it; empty: it is one of ours.
+    """Return which package something needs and how to install it; "": it is one of ours.
 
-    Args:
-        error: What the import raised.
-        what: What was to be done, as the subject of a sentence.
+    `what` is the subject of that sentence.
     """
     package = (error.name or "").partition(".")[0]
     if not package or package in _OURS:
@@ -44,11 +37,7 @@ def missing_package(error: ModuleNotFoundError, what: str) -> str:
 
 @contextlib.contextmanager
 def needing(what: str) -> Iterator[None]:
-    """Refuse what is imported in the block, and is not there, with what to install.
-
-    Raises:
-        WeightSyncError: NOT_SUPPORTED.
-    """
+    """Refuse what is imported in the block and is not there, with what to install."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct, Value
 
-from weightsync.errors import Reason, WeightSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["from_struct", "to_struct"]
+from weightsync.errors import invalid_request
 
 #: From here on doubles have no fractions, and do not have every whole number.
 _WHOLE = 2.0**53
 
 
 def to_struct(what: str, value: Mapping[str, Any]) -> Struct:
-    """Return a mapping as the protocol carries it.
-
-    Args:
-        what: What it is, for the error.
-        value: Names and values, of what JSON knows.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID; it would not come out as it goes in.
-    """
+    """Return a mapping, or refuse what would not come out as it goes in; `what` names it."""
     struct = Struct()
     try:
         plain = json.loads(json.dumps(dict(value), allow_nan=False))
@@ -38,12 +26,12 @@ def to_struct(what: str, value: Mapping[str, Any]) -> Struct:
         carried = Value(struct_value=struct).SerializeToString()
         same = MessageToDict(Value.FromString(carried).struct_value) == plain
     except (TypeError, ValueError, OverflowError, RecursionError, DecodeError) as error:
-        raise _refused(
+        raise invalid_request(
             f"{what} is no JSON object that can be sent ({error}); give text, finite numbers, "
             "lists and objects, nested at most 30 deep"
         ) from None
     if not same:
-        raise _refused(
+        raise invalid_request(
             f"{what} has a whole number above 2^53, which would be rounded; send it as text"
         )
     return struct
@@ -63,7 +51,3 @@ def _whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) <= _WHOLE:
         return int(value)
     return value
-
-
-def _refused(sentence: str) -> WeightSyncError:
-    return WeightSyncError(Reason.REQUEST_INVALID, sentence)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
-__all__ = ["DOMAIN", "ErrorDetails", "error_details", "from_call", "release_with_call", "to_status"]
 
 DOMAIN = "weightsync"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -42,7 +41,6 @@ def _packed(message: Message) -> any_pb2.Any:
 
 
 def to_status(error: WeightSyncError) -> grpc.Status:
-    """Return the status to abort a call with: sentence, reason, facts and when to try again."""
     info = error_details_pb2.ErrorInfo(
         reason=error.reason.value, domain=DOMAIN, metadata=error.metadata
     )
@@ -57,14 +55,22 @@ def to_status(error: WeightSyncError) -> grpc.Status:
     )
 
 
+def as_sent(error: WeightSyncError) -> WeightSyncError:
+    """Return an error as the other side of a call has it: a copy, with its sentence cut."""
+    return WeightSyncError(
+        error.reason,
+        _cut(error.message),
+        metadata=error.metadata,
+        retry_after_s=error.retry_after_s,
+    )
+
+
 def release_with_call(error: BaseException) -> None:
     """Let an exception that ends the present call keep nothing alive once the call has ended.
 
     grpc.aio keeps what `context.abort` raises in the call's state, and the frames of its traceback
-    keep that state: a cycle of some 10 KB for each refused call.
-
-    Args:
-        error: On its way to grpc.aio, whose task for the call is the present one.
+    keep that state: a cycle of some 10 KB for each refused call. `error` is on its way to grpc.aio,
+    whose task for the call is the present one.
     """
     task = asyncio.current_task()
     if task is not None:
@@ -76,14 +82,7 @@ def _release(error: BaseException, _task: asyncio.Task[Any]) -> None:
 
 
 class ErrorDetails(NamedTuple):
-    """What the details of a failed call say.
-
-    Attributes:
-        message: The sentence.
-        reason: Name of the cause; empty where the details are not ours.
-        metadata: Facts for programs.
-        retry_after_s: Seconds after which a retry may succeed.
-    """
+    """What the details of a failed call say; `reason` is empty where they are not ours."""
 
     message: str
     reason: str
@@ -92,11 +91,7 @@ class ErrorDetails(NamedTuple):
 
 
 def error_details(call: Any) -> ErrorDetails | None:
-    """Return what a failed call tells beside its status; None: nothing that can be read.
-
-    Args:
-        call: `grpc.aio.AioRpcError`, or a `grpc.RpcError` of the sync API.
-    """
+    """Return what a failed call of grpc.aio or the sync API tells; None: nothing readable."""
     trailers = call.trailing_metadata() or ()
     data = next((value for key, value in trailers if key == _DETAILS_KEY), b"")
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
@@ -114,11 +109,7 @@ def error_details(call: Any) -> ErrorDetails | None:
 
 
 def from_call(call: Any) -> WeightSyncError | None:
-    """Return the error that the other side raised; None when it was not one of ours.
-
-    Args:
-        call: A failed call: `grpc.aio.AioRpcError`, or a `grpc.RpcError` of the sync API.
-    """
+    """Return the error that the other side raised; None when it was not one of ours."""
     details = error_details(call)
     if details is None or details.reason not in Reason.__members__:
         return None

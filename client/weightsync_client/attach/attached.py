@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack
 
 import torch
+from torch import distributed
 
 from weightsync.errors import Reason
-from weightsync.shm.attach_client import AttachClient
-from weightsync_client.attach.in_place import InPlaceTransaction
-from weightsync_client.attach.joint_update import check_joined, update_together
-from weightsync_client.attach.model_views import put_into
-from weightsync_client.attach.rank_tensors import open_memory, view_of_box
-from weightsync_client.attach.tensor_kinds import TensorKind, kind_of, without_ties
-from weightsync_client.attach.transaction_call import Writing
-from weightsync_client.attach.written_boxes import (
+from weightsync.shm.attach_socket import AttachClient
+from weightsync_client.attach.joint_update import (
     TrainerBox,
     WrittenBox,
+    check_joined,
     copy_boxes,
     find_unequal,
     overlap,
+    update_together,
 )
-from weightsync_client.errors import UnavailableError, refuse, typed_errors
+from weightsync_client.attach.live_tensors import (
+    TensorKind,
+    kind_of,
+    open_memory,
+    put_into,
+    view_of_box,
+    without_ties,
+)
+from weightsync_client.attach.transaction import InPlaceTransaction, Writing
+from weightsync_client.errors import UnavailableError, invalid, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
+from weightsync_client.source.flat_parameters import TrainerRanks
 from weightsync_client.source.sharded_tensors import is_sharded
-from weightsync_client.source.trainer_ranks import TrainerRanks
-
-__all__ = ["Attached", "AttachedBox", "attach"]
 
 
 class AttachedBox(NamedTuple):
     """A part of a tensor that one rank has.
 
-    Attributes:
-        rank: `dp/pp/tp`.
-        offsets: Where the part begins in the whole tensor, elements.
-        view: The live parameter's memory, in its dtype, which may be another than the checkpoint's.
-            No kernel of another GPU reaches it.
+    `rank` is `dp/pp/tp`. `offsets` say where the part begins in the whole tensor, in elements.
+    `view` is the live parameter's memory, in its dtype, which may be another than the checkpoint's.
+    No kernel of another GPU reaches it.
     """
 
     rank: str
@@ -61,11 +65,9 @@ class Attached(Mapping[str, torch.Tensor]):
     from writing; the server finds it, places the version again, and `check` says so.
 
     Attributes:
-        engine: Name of the engine.
         checkpoint: Name or path of what vLLM has loaded.
         config: The model's configuration, as its `config.json` has it.
         version: What the parameters held when this was made.
-        content_digest: Its content digest.
         boxes: Every part, by the name of its tensor.
     """
 
@@ -143,8 +145,7 @@ class Attached(Mapping[str, torch.Tensor]):
             ClientError: It has another shape.
         """
         if tuple(tensor.shape) != self._shapes[name]:
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 f"{name} has shape {list(self._shapes[name])}, not {list(tensor.shape)}",
             )
         self.write_box(name, (0,) * tensor.ndim, tensor)
@@ -152,18 +153,14 @@ class Attached(Mapping[str, torch.Tensor]):
     def write_box(self, name: str, offsets: Sequence[int], tensor: torch.Tensor) -> None:
         """Put a box of a tensor into every place where a part of it lies, on every rank.
 
-        Args:
-            name: Of the tensor.
-            offsets: Where the box begins in it, elements.
-            tensor: The box.
+        `offsets` say where the box begins in the tensor called `name`, in elements.
 
         Raises:
             ClientError: REQUEST_INVALID: no block of a transaction is open.
         """
         self.check_open()
         if not self._client.writable:
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 f"write {name} inside `with attached.transaction():`; outside it the parameters "
                 "are read-only",
             )
@@ -176,8 +173,7 @@ class Attached(Mapping[str, torch.Tensor]):
     def check_written(self, places: Iterable[WrittenBox]) -> None:
         """Accept places that hold, bit for bit, what was written into them.
 
-        Raises:
-            ClientError: DIGEST_MISMATCH, naming tensors of which one does not.
+        Raises DIGEST_MISMATCH with the names of tensors that do not.
         """
         wrong = find_unequal(places)
         if wrong:
@@ -296,14 +292,12 @@ class Attached(Mapping[str, torch.Tensor]):
     def check_complete(self, kinds: Mapping[str, TensorKind]) -> None:
         """Accept the dtypes and shapes of all tensors, by name.
 
-        Raises:
-            ClientError: Naming what is missing, unknown or of another kind.
+        Raises a ClientError that names what is missing, unknown or of another kind.
         """
         here = {name: TensorKind(self._stored[name], shape) for name, shape in self._shapes.items()}
         wrong = sorted(name for name in here.keys() | kinds if here.get(name) != kinds.get(name))
         if wrong:
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 "tensors are missing, unknown to the engine, or of another dtype or shape than in "
                 f"its checkpoint: {', '.join(wrong[:10])} (of {wrong[0]} it has "
                 f"{here.get(wrong[0], 'none')}); give exactly those of `boxes`, converted",
@@ -312,9 +306,8 @@ class Attached(Mapping[str, torch.Tensor]):
     def load_into(self, model: torch.nn.Module) -> None:
         """Give a model the live parameters as its own, so that ordinary training code runs on them.
 
-        Args:
-            model: Made on the meta device, with the names of the checkpoint. What it ties stays
-                tied. Nothing is copied.
+        `model` was made on the meta device, with the names of the checkpoint. What it ties stays
+        tied. Nothing is copied.
 
         Raises:
             ClientError: Naming what it has and the engine has not, or in parts. The model is as it
@@ -337,13 +330,9 @@ class Attached(Mapping[str, torch.Tensor]):
             raise _gone(error) from error
 
     def check_open(self) -> None:
-        """Return if this was not closed.
-
-        Raises:
-            ClientError: REQUEST_INVALID.
-        """
+        """Raise a ClientError (REQUEST_INVALID) if this was closed."""
         if self._closed:
-            raise refuse(Reason.REQUEST_INVALID, "this was closed; attach again")
+            raise invalid("this was closed; attach again")
 
     def open_block(self, transaction: str) -> None:
         """Have the parameters writable, in the block of a transaction.
@@ -364,8 +353,7 @@ class Attached(Mapping[str, torch.Tensor]):
     def revoke_block(self, *, settled: bool = False) -> None:
         """Have what is written from now on served by nobody: the server has ended the block.
 
-        Args:
-            settled: Whether nobody writes on a GPU any more.
+        `settled` says that there are no writes on a GPU any more.
         """
         self._client.revoke_block(settled=settled)
 
@@ -416,11 +404,8 @@ class Attached(Mapping[str, torch.Tensor]):
 def attach(engine: str, socket: str, secret: str, writing: Writing) -> Attached:
     """Return the live parameters that a secret opens.
 
-    Args:
-        engine: Name of the engine.
-        socket: Path at which the server hands them over.
-        secret: From Attach.
-        writing: How transactions on them are begun.
+    The server hands them over at the path `socket`. `secret` is from the call Attach. `writing`
+    says how transactions on them are begun.
 
     Raises:
         ClientError: With the reason and the remedy.
@@ -450,3 +435,23 @@ def _gone(error: OSError) -> UnavailableError:
         f"the server hands over no memory ({error}); check that it runs on this host and that its "
         "folder is shared, then attach again",
     )
+
+
+_KEY = "weightsync/job"
+
+#: The process that has a name, and that.
+_own: tuple[int, str] = (0, "")
+
+
+def trainer_job() -> str:
+    """Return the name of this process's job; processes of one torch.distributed have the same."""
+    if distributed.is_available() and distributed.is_initialized():
+        # Not a collective: processes attach when they like.
+        store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - all have it
+        if store.add(f"{_KEY}/asked", 1) == 1:
+            store.set(_KEY, uuid.uuid4().hex)
+        return bytes(store.get(_KEY)).decode()
+    global _own  # noqa: PLW0603 - as long as the process
+    if _own[0] != os.getpid():
+        _own = os.getpid(), uuid.uuid4().hex
+    return _own[1]

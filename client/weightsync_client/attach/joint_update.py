@@ -2,27 +2,121 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import distributed
 
 from weightsync.errors import Reason
-from weightsync_client.attach.tensor_kinds import TensorKind, kind_of
-from weightsync_client.attach.written_boxes import TrainerBox, WrittenBox, copy_boxes
-from weightsync_client.errors import refuse
+from weightsync.model.tensor_bits import as_ints, wide
+from weightsync_client.attach.live_tensors import TensorKind, kind_of
+from weightsync_client.attach.transaction import InPlaceTransaction, Writable
+from weightsync_client.errors import invalid, refuse
+from weightsync_client.source.flat_parameters import RankGoneError, TrainerRanks
 from weightsync_client.source.sharded_tensors import ShardedTensor, is_sharded, local_parts
-from weightsync_client.source.trainer_ranks import RankGoneError, TrainerRanks
 
-if TYPE_CHECKING:
-    from weightsync_client.attach.in_place import InPlaceTransaction
-
-__all__ = ["check_joined", "update_together"]
+#: Of what is compared at a time: casts, and copies from another GPU, need that much memory.
+_PIECE_BYTES = 128 << 20
 
 
-class Target(Protocol):
+class TrainerBox(NamedTuple):
+    """A part of a trainer's tensor; it begins at `offsets` in the whole one, in elements."""
+
+    name: str
+    offsets: Sequence[int]
+    values: torch.Tensor
+
+
+class WrittenBox(NamedTuple):
+    """A part of a rank's memory, `live`, and the part of the trainer's tensor written there.
+
+    `source` has the same shape, in any dtype, on any device.
+    """
+
+    name: str
+    live: torch.Tensor
+    source: torch.Tensor
+
+
+def overlap(
+    offsets: Sequence[int], lengths: Sequence[int], others: Sequence[int], sizes: Sequence[int]
+) -> tuple[slice, ...] | None:
+    """Return which part of a box lies in another one, or None if no part does.
+
+    The box begins at `offsets` and extends for `lengths`, the other one at `others` for `sizes`,
+    all in elements.
+    """
+    both = []
+    for offset, length, other, size in zip(offsets, lengths, others, sizes, strict=True):
+        begin, end = max(offset, other), min(offset + length, other + size)
+        if begin >= end:
+            return None
+        both.append(slice(begin - offset, end - offset))
+    return tuple(both)
+
+
+def copy_boxes(boxes: Iterable[WrittenBox]) -> None:
+    """Have live parameters hold what is written into them, cast to what they are."""
+    with torch.no_grad():
+        for _, live, source in boxes:
+            live.copy_(_near(source, live))
+
+
+def _near(source: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Return the source where a kernel that writes live memory reaches both.
+
+    Memory opened from another process is mapped for its own GPU alone, but PyTorch writes a cast,
+    or what has gaps, from the GPU of the source.
+    """
+    return source.to(live.device) if source.is_cuda and live.is_cuda else source
+
+
+def find_unequal(boxes: Iterable[WrittenBox]) -> list[str]:
+    """Return the tensors that are not, bit for bit, the trainer's, cast to what is live.
+
+    What came from another GPU is compared on that one, so that damage by the copy is found. Devices
+    are waited for once, at the end.
+    """
+    flags: dict[torch.device, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    with torch.no_grad():
+        for name, live, source in boxes:
+            where = source.device if source.is_cuda else live.device
+            for one, two in _pieces(live, source):
+                cast = two.dtype is not one.dtype
+                differs = _differ(one.to(where), two.to(one.dtype).to(where), cast=cast)
+                flags[where].append((name, differs))
+    found: dict[str, None] = {}
+    for pairs in flags.values():
+        answers = torch.stack([flag for _, flag in pairs]).tolist()
+        found |= {name: None for (name, _), answer in zip(pairs, answers, strict=True) if answer}
+    return list(found)
+
+
+def _pieces(
+    live: torch.Tensor, source: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if not live.ndim or live.nbytes <= _PIECE_BYTES:
+        yield live, source
+        return
+    rows = max(1, _PIECE_BYTES * len(live) // live.nbytes)
+    yield from zip(torch.split(live, rows), torch.split(source, rows), strict=True)
+
+
+def _differ(one: torch.Tensor, two: torch.Tensor, *, cast: bool) -> torch.Tensor:
+    """Return a truth value that lies where both lie; of -0, and NaN, as of all others."""
+    left, right = (as_ints(one), as_ints(two)) if cast else wide(one, two)
+    differing = left.ne(right)
+    if cast:
+        # Which NaN a cast makes is not the same in all of PyTorch's loops.
+        differing &= ~(one.float().isnan() & two.float().isnan())
+    return differing.any()
+
+
+class Target(Writable, Protocol):
     """Live parameters of an engine; see `Attached`."""
 
     def check_complete(self, kinds: Mapping[str, TensorKind]) -> None:
@@ -34,25 +128,11 @@ class Target(Protocol):
     def check_written(self, places: Iterable[WrittenBox]) -> None:
         """Accept places that hold, bit for bit, what was written into them."""
 
-    def open_block(self, transaction: str) -> None:
-        """Have the parameters writable, in the block of a transaction."""
-
-    def close_block(self) -> None:
-        """Have them readable only."""
-
-    def settle(self) -> None:
-        """Wait until whatever is queued on GPUs is done."""
-
 
 def check_joined() -> None:
-    """Accept a process of torch.distributed.
-
-    Raises:
-        ClientError: REQUEST_INVALID: it is none.
-    """
+    """Raise a ClientError (REQUEST_INVALID) unless torch.distributed is initialized."""
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             "parts of tensors are served by all processes of torch.distributed together; call "
             "init_process_group first, or give whole tensors",
         )
@@ -67,16 +147,12 @@ def update_together(
 ) -> None:
     """Have the engine serve the tensors of which every process has parts; see `Attached.update`.
 
-    Args:
-        target: What is written.
-        transaction: Of rank 0; those of the others are never begun.
-        tensors: What this process has.
-        push: As `Client.push`.
-        pushers: The same ranks, for a thread that pushes; None: this one does.
+    `transaction` is that of rank 0; those of the others are never begun. `pushers` are the same
+    ranks, for a thread that pushes; with None, this thread does.
 
     Raises:
         ClientError: The same on all ranks.
-        RuntimeError: A rank has failed otherwise, which has its own error.
+        RuntimeError: Another rank has failed with an error of its own.
     """
     with _explain_gone_rank():
         ranks = TrainerRanks()
@@ -85,14 +161,14 @@ def update_together(
             key = ranks.broadcast(transaction.begin)
             # Nobody renews the lease: one that hangs would keep the engine standing.
             ranks.together(lambda: _write(target, places, key if ranks.number else ""))
-            version = ranks.broadcast(transaction.call.commit)
+            version, push_key = ranks.broadcast(lambda: _commit(transaction))
         except BaseException:
             if ranks.number == 0:
                 transaction.abort()
             raise
     options = {
         "version": version,
-        "idempotency_key": key,
+        "idempotency_key": push_key,
         "writers": ranks.count,
         "writer": ranks.number,
         "delta": "never",
@@ -127,6 +203,11 @@ def _write(target: Target, places: Iterable[WrittenBox], transaction: str) -> No
             target.settle()
         finally:
             target.close_block()
+
+
+def _commit(transaction: InPlaceTransaction) -> tuple[int, str]:
+    """Have the engine generate on what was written; return its version and the key of its push."""
+    return transaction.call.commit(), transaction.call.push_key
 
 
 def _push_together(

@@ -1,38 +1,60 @@
-"""Options that several commands share, and the client they make."""
+"""What commands share: options, the client they make, text for a terminal, exit codes."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+import enum
+import sys
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
 
+from weightsync.errors import Reason
 from weightsync.model.manifest import MAX_VERSION
 from weightsync_client.client import Client
+from weightsync_client.errors import (
+    AbortedError,
+    ClientError,
+    DataError,
+    DeadlineError,
+    DeniedError,
+    ExhaustedError,
+    InvalidError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
 from weightsync_client.options import DEFAULT_ADDRESS, PauseChoices
 
-__all__ = [
-    "Address",
-    "After",
-    "Cache",
-    "EngineName",
-    "Json",
-    "Key",
-    "MaxUnavailable",
-    "Model",
-    "Order",
-    "Pause",
-    "Version",
-    "Wait",
-    "connect",
-    "set_pause",
-]
+
+def escaped(text: str, encoding: str | None = None, *, lines: bool = False) -> str:
+    """Return text with escapes for characters that cannot be printed or encoded.
+
+    `encoding` is that of the terminal or file; None means stdout's. With `lines`, line ends and
+    tabs are kept.
+    """
+    kept = "\n\t" if lines else ""
+    shown = "".join(
+        char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text
+    )
+    name = encoding or sys.stdout.encoding or "ascii"
+    return shown.encode(name, "backslashreplace").decode(name, "replace")
+
+
+def echo(text: str = "", *, err: bool = False, lines: bool = False) -> None:
+    """Print a line, escaped; see `escaped`."""
+    stream: Any = sys.stderr if err else sys.stdout
+    typer.echo(escaped(text, getattr(stream, "encoding", None), lines=lines), err=err)
+
 
 Address = Annotated[
     str,
     typer.Option(
         "--address",
         envvar="WEIGHTSYNC_ADDRESS",
-        help="Server, HOST:PORT or unix:PATH.",
+        help="Server address, HOST:PORT or unix:PATH.",
         show_default=DEFAULT_ADDRESS,
     ),
 ]
@@ -47,13 +69,13 @@ Model = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Key = Annotated[
     str | None,
-    typer.Option("--key", help="Idempotency key: a repeated call with it joins the first."),
+    typer.Option("--key", help="Idempotency key: a repeated call with this key joins the first."),
 ]
 Pause = Annotated[
     str | None,
     typer.Option(
         "--pause",
-        help="Requests in flight: keep, wait (finish first), abort; or between_steps: no pause.",
+        help="Requests in flight: keep, wait (finish first) or abort; or between_steps: no pause.",
         show_default="keep",
     ),
 ]
@@ -61,18 +83,18 @@ Cache = Annotated[
     str | None,
     typer.Option(
         "--cache",
-        help="Caches: recompute (exact; default) or keep (shortest gap; all that --pause "
-        "between_steps can do).",
+        help="Caches: recompute (exact; default) or keep (shortest gap; the only choice with "
+        "--pause between_steps).",
     ),
 ]
 Wait = Annotated[
     float | None, typer.Option("--wait-timeout", help="With --pause wait: seconds to wait.")
 ]
-Version = Annotated[int, typer.Argument(min=0, max=MAX_VERSION, help="Version.")]
+Version = Annotated[int, typer.Argument(min=0, max=MAX_VERSION, help="Version number.")]
 EngineName = Annotated[
     str,
     typer.Option(
-        "--engine", help="Only this engine, as `weightsync status` names it.", show_default="all"
+        "--engine", help="Only this engine, by its name in `weightsync status`.", show_default="all"
     ),
 ]
 Order = Annotated[
@@ -89,18 +111,17 @@ MaxUnavailable = Annotated[
     typer.Option(
         "--max-unavailable",
         min=0,
-        help="With --order rolling: engines away at once.",
+        help="With --order rolling: engines unavailable at once.",
         show_default="1",
     ),
 ]
-After = Annotated[str, typer.Option("--after-wait", help="With --pause wait: then keep or abort.")]
+After = Annotated[
+    str, typer.Option("--after-wait", help="With --pause wait: keep or abort, after the wait.")
+]
 
 
 def connect(address: str, model: str | None) -> Client:
-    """Return a client; closed by `with`. Token and TLS come from the environment alone.
-
-    Arguments are seen by every user of a host.
-    """
+    """Return a client; token and TLS come from the environment, as all users see arguments."""
     return Client(address or DEFAULT_ADDRESS, model=model or None)
 
 
@@ -112,7 +133,6 @@ def set_pause(
     after_wait: str,
     key: str | None,
 ) -> None:
-    """Put into the options of a call what was chosen of how to pause, and its key."""
     if pause is not None:
         choices["pause"] = pause
     if cache is not None:
@@ -123,3 +143,67 @@ def set_pause(
         choices["after_wait"] = after_wait
     if key:
         choices["idempotency_key"] = key
+
+
+@contextlib.contextmanager
+def explain_interrupt(otherwise: str) -> Iterator[None]:
+    """Print in which state an interrupt leaves things, or `otherwise` if nothing was noted."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        for note in getattr(interrupt, "__notes__", [otherwise]):
+            echo(f"weightsync: interrupted; {note}", err=True)
+        raise
+
+
+class ExitCode(enum.IntEnum):
+    OK = 0
+    FAULT = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    REFUSED = 4
+    UNAVAILABLE = 5
+    DATA = 6
+    EXHAUSTED = 7
+    TIMEOUT = 8
+    DENIED = 9
+    INTERRUPTED = 130
+
+
+MEANINGS: Mapping[ExitCode, str] = MappingProxyType(
+    {
+        ExitCode.OK: "done",
+        ExitCode.FAULT: "a bug in this program",
+        ExitCode.USAGE: "wrong usage: correct the command",
+        ExitCode.NOT_FOUND: "no such model, version or push",
+        ExitCode.REFUSED: "refused in the current state: do what the message says",
+        ExitCode.UNAVAILABLE: "server, engine or network is down, or not serving: try again later",
+        ExitCode.DATA: "wrong layout or digest, or the live weights are not the expected ones",
+        ExitCode.EXHAUSTED: "out of slots, memory or disk",
+        ExitCode.TIMEOUT: "timed out",
+        ExitCode.DENIED: "the token is missing, wrong or lacks the role",
+        ExitCode.INTERRUPTED: "interrupted",
+    }
+)
+
+_DATA_REASONS = (Reason.LAYOUT_INVALID, Reason.SHARD_INVALID, Reason.DIGEST_MISMATCH)
+
+_CODES: Mapping[type[ClientError], ExitCode] = MappingProxyType(
+    {
+        InvalidError: ExitCode.USAGE,
+        NotFoundError: ExitCode.NOT_FOUND,
+        RefusedError: ExitCode.REFUSED,
+        AbortedError: ExitCode.REFUSED,
+        ExhaustedError: ExitCode.EXHAUSTED,
+        UnavailableError: ExitCode.UNAVAILABLE,
+        DeadlineError: ExitCode.TIMEOUT,
+        DeniedError: ExitCode.DENIED,
+        DataError: ExitCode.DATA,
+    }
+)
+
+
+def exit_code(error: ClientError) -> ExitCode:
+    if error.reason in _DATA_REASONS:
+        return ExitCode.DATA
+    return _CODES[type(error)]

@@ -17,17 +17,14 @@ from weightsync.errors import Reason
 from weightsync.wire.extras import missing_package
 from weightsync_client.access import VARIABLES
 from weightsync_client.cli import (
-    diff_command,
     fleet_commands,
     train_commands,
+    up,
     version_commands,
     weight_commands,
 )
-from weightsync_client.cli.exit_codes import MEANINGS, ExitCode, exit_code
-from weightsync_client.cli.plain_text import echo, escaped
-from weightsync_client.errors import ClientError
-
-__all__ = ["app", "main"]
+from weightsync_client.cli.cli_options import MEANINGS, ExitCode, echo, escaped, exit_code
+from weightsync_client.errors import CALLS, ClientError
 
 logger = logging.getLogger(__name__)
 
@@ -48,31 +45,7 @@ _COMMANDS = {
     r"give pause\.wait_timeout": "give --wait-timeout",
     "use order ROLLING": "use --order rolling",
 }
-_CALLS = {
-    "AcquireEpoch": "epoch",
-    "BeginPush": "push",
-    "PushWeights": "push",
-    "CommitPush": "push",
-    "GetPush": "push",
-    "AbortPush": "abort",
-    "ApplyVersion": "apply",
-    "Rollback": "rollback",
-    "ListVersions": "versions",
-    "GetVersion": "versions",
-    "GetEngineLayout": "push",
-    "WatchVersions": "watch",
-    "PinVersion": "pin",
-    "DeleteVersion": "delete",
-    "PullWeights": "pull",
-    "VerifyVersion": "verify",
-    "GetStatus": "status",
-    "GetFleetStatus": "fleet status",
-    "AbortFleetApply": "fleet abort",
-    "Train": "train",
-    "Checkpoint": "checkpoint",
-    "GetTrainStatus": "train status",
-    "CancelTrain": "train cancel",
-}
+_CALLS = {call: command for call, (_, command) in CALLS.items() if command}
 #: By its name, or by the path that servers know it by.
 _CALL = re.compile(rf"(?:/[\w.]+/)?\b({'|'.join(_CALLS)})\b")
 
@@ -85,6 +58,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
+    up.up,
     weight_commands.push,
     weight_commands.apply,
     weight_commands.rollback,
@@ -92,7 +66,7 @@ for command in (
     version_commands.watch,
     version_commands.pull,
     version_commands.verify,
-    diff_command.diff,
+    version_commands.diff,
     version_commands.status,
     version_commands.pin,
     version_commands.delete,
@@ -115,9 +89,11 @@ def _show_version(*, wanted: bool) -> None:
 def _root(
     *,
     address: Annotated[
-        str | None, typer.Option(help="As after a command; for any of them.")
+        str | None, typer.Option(help="Same as after a command; applies to any command.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="As after a command; for any of them.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Same as after a command; applies to any command.")
+    ] = None,
     _: Annotated[
         bool,
         typer.Option(
@@ -162,7 +138,6 @@ class _LineFormatter(logging.Formatter):
     """Makes one line of a record, also of one with an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         message = _as_commands(record.getMessage())
         if record.exc_info and (error := record.exc_info[1]) is not None:
             message = f"{message} ({type(error).__name__}: {error})"

@@ -10,27 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from weightsync_client import types
-from weightsync_client.cli.plain_text import echo
-from weightsync_client.push_reasons import Way
-
-__all__ = [
-    "progress",
-    "show_apply",
-    "show_json",
-    "show_push",
-    "show_status",
-    "show_verification",
-    "show_version",
-    "show_versions",
-    "size",
-]
+from weightsync_client.cli.cli_options import echo
+from weightsync_client.push_reasons import TransferPath
 
 #: Characters of a version's metadata on a line.
 _METADATA = 80
 
 
 def size(count: float) -> str:
-    """Return bytes as people read them, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -45,7 +32,6 @@ def _plain(value: object) -> object:
 
 
 def show_json(result: Any, *, lines: bool = False) -> None:
-    """Print a result as one JSON document; with `lines`, on one line."""
     if isinstance(result, list):
         document: Any = [dataclasses.asdict(item) for item in result]
     elif dataclasses.is_dataclass(result) and not isinstance(result, type):
@@ -56,7 +42,6 @@ def show_json(result: Any, *, lines: bool = False) -> None:
 
 
 def show_push(result: types.PushResult) -> None:
-    """Print what a push did."""
     what = "was already committed" if result.already else "committed"
     lasts = "" if result.durable else "; it lasts as long as the server, whose store is memory"
     speed = size(result.sent_bytes / max(result.seconds, 1e-9))
@@ -73,13 +58,12 @@ def show_push(result: types.PushResult) -> None:
         echo(f"sent in full: {result.fallback_reason}")
     if result.cast:
         echo(f"cast to what the engine has: {result.cast} tensors")
-    if result.way is Way.SAME_HOST:
+    if result.way is TransferPath.SAME_HOST:
         echo("written into the server's memory on this host")
     echo(f"content {result.content_digest}")
 
 
 def _writers(push: types.PushStatus) -> str:
-    """Return for whom a push of several writers waits."""
     text = f", {push.writers} writers" if push.writers else ""
     for what, writers in (
         ("not begun", push.absent_writers),
@@ -115,7 +99,6 @@ def _loader(rank: types.RankResult, loader: types.LoaderStatus, indent: str) -> 
 
 
 def show_apply(report: types.ApplyReport) -> None:
-    """Print what an apply did, or would do."""
     _outcome(report)
     if len(report.engines) > 1:
         _engine_reports(report.engines)
@@ -167,7 +150,6 @@ def _outcome(report: types.ApplyReport) -> None:
 
 
 def show_verification(result: types.Verification) -> None:
-    """Print a proof."""
     if len(result.engines) > 1:
         for one in result.engines:
             if one.absent:
@@ -214,19 +196,16 @@ def _line(version: types.Version) -> str:
 
 
 def show_versions(versions: list[types.Version]) -> None:
-    """Print a table of versions."""
     echo(f"{'version':>8}  {'committed (UTC)':<19}  {'size':>9}  {'content':<32}  state, metadata")
     for version in versions:
         echo(_line(version))
 
 
 def show_version(version: types.Version, note: str = "") -> None:
-    """Print one version on a line."""
     echo(_line(version) + (f"  {note}" if note else ""))
 
 
 def show_status(status: types.Status) -> None:
-    """Print the state of a server."""
     durable = "" if status.durable else " (not durable)"
     echo(
         f"weightsync-server {status.server_version}, store {status.store}{durable}, "

@@ -10,22 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from weightsync.errors import Reason
-from weightsync_client import train_types as types
+from weightsync_client import train_calls
 from weightsync_client.cli import render
-from weightsync_client.cli.cli_options import Address, Json, Model, connect
-from weightsync_client.cli.interrupts import explain_interrupt
-from weightsync_client.cli.plain_text import echo
-from weightsync_client.errors import ClientError, refuse
+from weightsync_client.cli.cli_options import Address, Json, Model, connect, echo, explain_interrupt
+from weightsync_client.errors import ClientError, invalid
 from weightsync_client.options import DEFAULT_ADDRESS
-
-__all__ = ["checkpoint", "train"]
 
 _CANCELLED = "the job is cancelled: what it had committed stays, what it had not is taken back"
 
 train = typer.Typer(
     name="train",
-    help="Gives the trainer that the server supervises a job, and prints what it comes to. An "
+    help="Gives a job to the trainer that the server supervises, and prints its progress. An "
     "interrupt cancels the job.",
     invoke_without_command=True,
     rich_markup_mode=None,
@@ -38,17 +33,16 @@ def run(
     *,
     request: Annotated[
         str | None,
-        typer.Option(help="What the trainer's class is given: a JSON object; -: read from stdin."),
+        typer.Option(help="Request for the trainer's class, a JSON object; -: read it from stdin."),
     ] = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
     json: Json = False,
 ) -> None:
-    """Give the trainer a job, and print what it comes to; --json prints a line each."""
+    """Give the trainer a job, and print its progress; --json prints one line per event."""
     if context.invoked_subcommand is not None:
         if request is not None:
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 f"--request begins a job, and `train {context.invoked_subcommand}` takes none; "
                 "leave one of them out",
             )
@@ -66,7 +60,7 @@ def run(
 
 @train.command()
 def status(*, address: Address = DEFAULT_ADDRESS, model: Model = None, json: Json = False) -> None:
-    """Tell what the trainer does, and which jobs wait."""
+    """Show what the trainer is doing, and which jobs wait."""
     with connect(address, model) as client:
         found = client.train_status()
     render.show_json(found) if json else _show_status(found)
@@ -74,12 +68,12 @@ def status(*, address: Address = DEFAULT_ADDRESS, model: Model = None, json: Jso
 
 @train.command()
 def cancel(
-    job_id: Annotated[str, typer.Argument(help="From `weightsync train status`.")],
+    job_id: Annotated[str, typer.Argument(help="Id from `weightsync train status`.")],
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
 ) -> None:
-    """End a job that waits or runs. What it has committed stays, what it has not is taken back."""
+    """End a job that waits or runs. What it has committed stays, the rest is undone."""
     with connect(address, model) as client:
         client.cancel_train(job_id)
     echo(f"job {job_id} is cancelled")
@@ -89,7 +83,7 @@ def checkpoint(
     folder: Annotated[
         str | None,
         typer.Argument(
-            help="Name of a new folder below the server's --checkpoint-dir; left out: none."
+            help="Name of a new folder below the server's --checkpoint-dir; omitted: no folder."
         ),
     ] = None,
     *,
@@ -97,10 +91,9 @@ def checkpoint(
     model: Model = None,
     json: Json = False,
 ) -> None:
-    """Make the live version durable, with the trainer's state, and a folder that vLLM can load."""
+    """Make the live version durable, with the trainer's state, and optionally a folder for vLLM."""
     if folder == "":
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             "the name of the folder is empty; give one, or leave it out for no folder",
         )
     with connect(address, model) as client:
@@ -126,36 +119,34 @@ def _showing_traceback() -> Iterator[None]:
 
 def _request(text: str | None) -> dict[str, Any]:
     if text is None:
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             "a job needs a request: give --request with a JSON object, {} where the trainer needs "
             "none, or --request - to read one from stdin",
         )
     text = sys.stdin.read() if text == "-" else text
     if not text.strip():
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             "the request is empty; give a JSON object, {} where the trainer needs none",
         )
     try:
         found = json_text.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refuse(Reason.REQUEST_INVALID, f"--request is no JSON ({error})") from None
+        raise invalid(f"--request is no JSON ({error})") from None
     if not isinstance(found, dict):
-        raise refuse(Reason.REQUEST_INVALID, "--request must be a JSON object, such as {}")
+        raise invalid("--request must be a JSON object, such as {}")
     return found
 
 
-def _show_progress(one: types.TrainProgress) -> None:
+def _show_progress(one: train_calls.TrainProgress) -> None:
     match one.event:
-        case types.TrainEvent.QUEUED:
+        case train_calls.TrainEvent.QUEUED:
             line = f"job {one.job_id} waits, {one.ahead} before it"
-        case types.TrainEvent.STARTED:
+        case train_calls.TrainEvent.STARTED:
             state = _state(one.state_version)
             line = f"job {one.job_id} runs, on version {one.version}; optimizer: {state}"
-        case types.TrainEvent.STEP:
+        case train_calls.TrainEvent.STEP:
             line = f"step {one.step}{_facts(one)}"
-        case types.TrainEvent.FINISHED:
+        case train_calls.TrainEvent.FINISHED:
             line = (
                 f"job {one.job_id} has ended: {one.step} steps in {one.duration_s:.1f} s, "
                 f"version {one.version} is live"
@@ -165,17 +156,17 @@ def _show_progress(one: types.TrainProgress) -> None:
     echo(line)
 
 
-def _facts(one: types.TrainProgress) -> str:
+def _facts(one: train_calls.TrainProgress) -> str:
     loss = "" if one.loss is None else f", loss {one.loss:.6g}"
     tokens = "" if one.tokens is None else f", {one.tokens} tokens"
     return loss + tokens + (f", version {one.version} is live" if one.version else "")
 
 
-def _show_status(found: types.TrainStatus) -> None:
+def _show_status(found: train_calls.TrainStatus) -> None:
     reason = found.reason
     process = f", process {found.pid}" if found.pid else ""
     again = f", started again {found.restarts} times" if found.restarts else ""
-    if found.state in (types.TrainerState.READY, types.TrainerState.TRAINING):
+    if found.state in (train_calls.TrainerState.READY, train_calls.TrainerState.TRAINING):
         # It is over.
         reason, again = "", again + (f", last because {reason}" if reason else "")
     standing = f"{found.state} ({reason})" if reason else found.state

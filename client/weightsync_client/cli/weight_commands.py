@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from weightsync.errors import Reason
 from weightsync.model.manifest import MAX_VERSION
 from weightsync_client.cli import render
 from weightsync_client.cli.cli_options import (
@@ -23,11 +22,11 @@ from weightsync_client.cli.cli_options import (
     Pause,
     Wait,
     connect,
+    echo,
+    explain_interrupt,
     set_pause,
 )
-from weightsync_client.cli.interrupts import explain_interrupt
-from weightsync_client.cli.plain_text import echo
-from weightsync_client.errors import refuse
+from weightsync_client.errors import invalid
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
@@ -37,8 +36,6 @@ from weightsync_client.options import (
 )
 from weightsync_client.push.session import NOTHING_SENT
 
-__all__ = ["abort", "apply", "epoch", "push", "rollback"]
-
 _GOES_ON = "the server goes on with what it has begun: `weightsync status` tells what is live"
 
 
@@ -47,7 +44,7 @@ def _metadata(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise refuse(Reason.REQUEST_INVALID, f"--metadata {pair!r} is not KEY=VALUE")
+            raise invalid(f"--metadata {pair!r} is not KEY=VALUE")
         found[key] = value
     return found
 
@@ -67,10 +64,11 @@ def push(
     path: Annotated[Path, typer.Argument(help="A .safetensors file or a folder of them.")],
     *,
     version: Annotated[
-        int, typer.Option(min=0, max=MAX_VERSION, help="Its number; 0: the next.")
+        int, typer.Option(min=0, max=MAX_VERSION, help="Version number; 0: the next.")
     ] = 0,
     epoch: Annotated[
-        int, typer.Option(min=0, max=MAX_VERSION, help="From `weightsync epoch`; 0: the newest.")
+        int,
+        typer.Option(min=0, max=MAX_VERSION, help="Epoch, from `weightsync epoch`; 0: the newest."),
     ] = 0,
     metadata: Annotated[
         list[str] | None,
@@ -79,22 +77,24 @@ def push(
             "shell loop count as one run when two loops push in turn."
         ),
     ] = None,
-    streams: Annotated[int, typer.Option(min=1, help="Streams that send at the same time.")] = 1,
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 1,
     base: Annotated[
         Path | None,
         typer.Option(
-            help="Send only what changed since this checkpoint, a file or folder whose content the "
-            "server holds as a version; in full where that is no less."
+            help="Send only what changed since this checkpoint, a file or folder whose content "
+            "the server holds as a version; in full if that is not smaller."
         ),
     ] = None,
     partial: Annotated[
         bool,
-        typer.Option("--partial", help="Keep the tensors that PATH lacks as they are in --keep."),
+        typer.Option("--partial", help="Take the tensors that PATH lacks from --keep."),
     ] = False,
     keep: Annotated[
         int,
         typer.Option(
-            min=0, max=MAX_VERSION, help="With --partial: the version they are of; 0: the live one."
+            min=0,
+            max=MAX_VERSION,
+            help="With --partial: the version to take them from; 0: the live one.",
         ),
     ] = 0,
     dtype: Annotated[
@@ -105,14 +105,14 @@ def push(
         ),
     ] = "auto",
     check_finite: Annotated[
-        bool, typer.Option("--check-finite", help="Refuse NaN and infinity, by tensor.")
+        bool, typer.Option("--check-finite", help="Refuse tensors with NaN or infinity.")
     ] = False,
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
     json: Json = False,
 ) -> None:
-    """Push a version. It is committed and verified when this ends well, or not there at all."""
+    """Push a version. On success it is committed and verified; on failure it does not exist."""
     options = PushOptions(
         version=version,
         epoch=epoch,
@@ -123,13 +123,11 @@ def push(
     )
     options["delta"] = "never" if base is None else "auto"
     if base is not None and partial:
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             "--base compares a whole checkpoint and --partial pushes a part of one; use one",
         )
     if keep and not partial:
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             f"--keep {keep} is given, but --partial is not: a push of all tensors keeps none",
         )
     if partial:
@@ -150,7 +148,10 @@ def push(
 
 def apply(
     version: Annotated[
-        int, typer.Argument(min=0, max=MAX_VERSION, help="0: the newest that is not rejected.")
+        int,
+        typer.Argument(
+            min=0, max=MAX_VERSION, help="Version number; 0: the newest that is not rejected."
+        ),
     ] = 0,
     *,
     pause: Pause = "keep",
@@ -161,15 +162,15 @@ def apply(
         bool, typer.Option("--dry-run", help="Check and plan, change nothing.")
     ] = False,
     allow_not_durable: Annotated[
-        bool, typer.Option("--allow-not-durable", help="Also before it is durable.")
+        bool, typer.Option("--allow-not-durable", help="Apply it even before it is durable.")
     ] = False,
     clear_rejected: Annotated[
         bool, typer.Option("--clear-rejected", help="Accept a rejected version again.")
     ] = False,
     prepare_timeout: Annotated[
-        float | None, typer.Option(help="Longest preparation in seconds.")
+        float | None, typer.Option(help="Longest prepare, in seconds.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Longest wait in seconds.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Longest wait, in seconds.")] = None,
     engine: EngineName = "",
     order: Order = None,
     max_unavailable: MaxUnavailable = 0,
@@ -208,7 +209,7 @@ def rollback(
     model: Model = None,
     json: Json = False,
 ) -> None:
-    """Go back to the previous version. The one that is left is marked rejected."""
+    """Go back to the previous version, and mark the current one as rejected."""
     choices = RollbackOptions()
     set_pause(choices, pause, cache, wait_timeout, after_wait, key)
     _set_engines(choices, engine, order, max_unavailable)
@@ -226,15 +227,17 @@ def rollback(
 
 def epoch(
     *,
-    holder: Annotated[str, typer.Option(help="Who asks; default: host and process.")] = "",
+    holder: Annotated[
+        str, typer.Option(help="Name of the caller; default: host and process.")
+    ] = "",
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
     json: Json = False,
 ) -> None:
     """Become the writer: pushes under older epochs are refused from then on.
 
-    Give the number to each push (`weightsync push DIR --epoch N`): a command is a run of its own.
-    Once one has been committed under it, pushes of other runs without an epoch are refused, too.
+    Give the number to each push (`weightsync push DIR --epoch N`), as each command is its own run.
+    After the first commit under it, pushes of other runs without an epoch are refused, too.
     """
     with connect(address, model) as client:
         number = client.acquire_epoch(holder)
@@ -242,7 +245,7 @@ def epoch(
 
 
 def abort(
-    push_id: Annotated[str, typer.Argument(help="From `weightsync status`.")],
+    push_id: Annotated[str, typer.Argument(help="Id from `weightsync status`.")],
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,

@@ -1,4 +1,4 @@
-"""The actor of a framework on Ray: rank 0 pushes what all ranks gather, and makes it live."""
+"""A framework on Ray: the actor's rank 0 pushes what all gather, and rollouts wait for it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from weightsync.errors import Reason
 from weightsync_client.client import Client
-from weightsync_client.errors import ClientError, refuse
+from weightsync_client.errors import ClientError, DeadlineError, UnavailableError, invalid, refuse
 from weightsync_client.integrations.step_push import PushedStep, StepOptions
 from weightsync_client.options import ApplyOptions, PushOptions
 from weightsync_client.rpc.validate import text
-from weightsync_client.source.flow import drained_on_error
+from weightsync_client.source.tensor_stream import drained_on_error
 from weightsync_client.types import ModelStatus, PushResult
-
-__all__ = ["ActorPush", "Pair", "check_ranks", "on_callers_stream", "take_part"]
 
 Pair = tuple[str, torch.Tensor]
 
@@ -141,8 +139,7 @@ def check_ranks(engine: int, rollout: int) -> None:
         InvalidError: They would go on with old weights.
     """
     if engine != rollout:
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             f"the rollout has {rollout} ranks, but the engine of the server has {engine}, and the "
             "others would go on with old weights; let one replica have all ranks of the rollout",
         )
@@ -177,3 +174,35 @@ def _read_on(pairs: Iterator[Pair], stream: torch.cuda.Stream | None) -> Iterato
         if stream is not None:
             stream.synchronize()  # The push copies on another one.
         yield pair
+
+
+T = TypeVar("T")
+
+#: Every rank of the rollout asks so often, seconds.
+_POLL_S = 0.2
+
+
+async def wait_for(find: Callable[[], T | None], timeout_s: float, sentence: str) -> T:
+    """Return what is found at last; a server that restarts meanwhile is waited for.
+
+    Args:
+        find: Asks the server, in a thread; None: not yet.
+        timeout_s: How long, in seconds.
+        sentence: What the error says if it is not found.
+
+    Raises:
+        ClientError: DEADLINE_EXCEEDED, or that no server answers; any other of `find` at once.
+    """
+    until = time.monotonic() + timeout_s
+    last: ClientError | None = None
+    while True:
+        try:
+            found = await asyncio.to_thread(find)
+            if found is not None:
+                return found
+            last = None
+        except (UnavailableError, DeadlineError) as error:
+            last = error  # A server that restarts goes on with what it was doing.
+        if time.monotonic() >= until:
+            raise last or refuse(Reason.DEADLINE_EXCEEDED, sentence)
+        await asyncio.sleep(_POLL_S)

@@ -13,22 +13,19 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import Any
 
-from weightsync.errors import Reason
-from weightsync_client.errors import refuse
+from weightsync_client.errors import invalid
 from weightsync_client.integrations.actor_push import (
     ActorPush,
     Pair,
     check_ranks,
     on_callers_stream,
     take_part,
+    wait_for,
 )
-from weightsync_client.integrations.rollout_wait import wait_for
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions
 from weightsync_client.pull import PulledTensor
 from weightsync_client.rpc.validate import seconds
 from weightsync_client.types import Durability
-
-__all__ = ["WeightSyncRefitEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +187,7 @@ class WeightSyncRefitEngine:
 
     def _labels(self) -> dict[str, str]:
         if not self._rollout_ranks:
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 "no sync has been prepared; call init_policy_process_group or "
                 "init_rollout_process_group",
             )

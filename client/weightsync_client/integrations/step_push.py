@@ -8,20 +8,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from logging import Logger
+from typing import Any, Literal, TypedDict
 
 from weightsync.errors import Reason
+from weightsync_client.access import Access
 from weightsync_client.client import Client
-from weightsync_client.errors import ClientError, NotFoundError, refuse
-from weightsync_client.options import ApplyOptions, PushOptions, check_options
-from weightsync_client.rpc.validate import metadata
+from weightsync_client.errors import ClientError, NotFoundError, invalid
+from weightsync_client.options import ApplyOptions, PushOptions, Retry, Timeouts, check_options
+from weightsync_client.rpc.validate import metadata, text
+from weightsync_client.source.flat_parameters import TrainerRanks
 from weightsync_client.source.source import PushSource
-from weightsync_client.source.trainer_ranks import TrainerRanks
 from weightsync_client.types import ApplyReport, PushResult
-
-__all__ = ["PushedStep", "StepOptions", "push_iterable", "push_part", "push_step"]
 
 #: One value for many steps would make each a repetition of the first.
 _PER_STEP = ("idempotency_key", "version")
@@ -49,8 +50,7 @@ class StepOptions:
         metadata(self.push.get("metadata", {}))
         for name in _PER_STEP:
             if name in self.push or name in (self.apply or {}):
-                raise refuse(
-                    Reason.REQUEST_INVALID,
+                raise invalid(
                     f"{name} is given for all steps, but each step has its own; leave it out",
                 )
 
@@ -149,39 +149,6 @@ def push_part(
     return _measured(together, apply, f"step {step}")
 
 
-def push_iterable(
-    client: Client,
-    tensors: Iterable[tuple[str, object]],
-    name: str,
-    labels: Mapping[str, str],
-    options: StepOptions,
-) -> PushedStep:
-    """Push tensors that can be read only once, and apply them if asked.
-
-    Each call makes a new version. The pushes have no key in common with those of a run before:
-    where one stood for other weights, the tensors would have to be pushed again, and cannot be.
-
-    Args:
-        client: To the server.
-        tensors: Names and tensors.
-        name: What they are, for an error.
-        labels: Metadata of the version.
-        options: The same for all pushes of the run.
-
-    Raises:
-        ClientError: Of the push or the apply; a note says so if the version exists.
-    """
-    push = functools.partial(client.push, tensors, **_with_metadata(options, labels))
-    if options.apply is None:
-        return _measured(push, None, "")
-    applying = options.apply
-
-    def apply(pushed: PushResult) -> tuple[PushResult, ApplyReport]:
-        return pushed, client.apply(pushed.version, **applying)
-
-    return _measured(push, apply, name)
-
-
 def _step_labels(step: int, run_id: str) -> dict[str, str]:
     return {"run_id": run_id, "step": str(step)}
 
@@ -242,3 +209,128 @@ def _apply(
     # applies only go up.
     pushed = client.push(source, **pushing)
     return pushed, client.apply(pushed.version, **options)
+
+
+class ClientOptions(TypedDict, total=False):
+    """Keyword options of `Client`, for an adapter that makes its own."""
+
+    model: str | None
+    timeouts: Timeouts | None
+    retry: Retry | None
+    access: Access | None
+
+
+def apply_options(apply: bool | ApplyOptions) -> ApplyOptions | None:  # noqa: FBT001 - as users give it
+    """Return the options of every apply; None: versions are pushed and not applied."""
+    if isinstance(apply, bool):
+        return ApplyOptions() if apply else None
+    return apply
+
+
+class AdapterClient:
+    """Opened when it is needed; one that was given is never closed here.
+
+    Args:
+        adapter: Name of the adapter, for errors.
+        server: Address, or a client.
+        options: For a client that is made here.
+        on_error: See the adapters.
+        logger: Of the adapter.
+
+    Raises:
+        ClientError: REQUEST_INVALID; an argument cannot be.
+        TypeError: There is no such option.
+    """
+
+    def __init__(
+        self,
+        adapter: str,
+        server: Client | str,
+        options: ClientOptions,
+        on_error: Literal["raise", "log"],
+        logger: Logger,
+    ) -> None:
+        check_options(adapter, options, ClientOptions)
+        if isinstance(server, Client) and options:
+            raise invalid(
+                f"{', '.join(options)} would be for a new client, but one is given; make that with "
+                "these options, or give its address",
+            )
+        if on_error not in ("raise", "log"):
+            raise invalid(f"on_error is {on_error!r}; use 'raise' or 'log'")
+        self._server = server if isinstance(server, Client) else text("server", server)
+        self._options: dict[str, Any] = {**options}
+        self._raises = on_error == "raise"
+        self._logger = logger
+        self._client: Client | None = None
+
+    def open(self) -> Client:
+        """Return the client, open."""
+        if self._client is None:
+            server = self._server
+            self._client = server if isinstance(server, Client) else Client(server, **self._options)
+        return self._client
+
+    def close(self) -> None:
+        """Close it, unless it was given."""
+        client, self._client = self._client, None
+        if client is not None and client is not self._server:
+            client.close()
+
+    def handle(self, when: str, error: ClientError) -> None:
+        """Raise or log an error that is being handled, whichever was asked for."""
+        if self._raises:
+            raise error
+        notes = getattr(error, "__notes__", ())
+        sentence = "; ".join([error.message, *notes])
+        self._logger.warning("training goes on after an error %s: %s", when, sentence)
+
+
+class SyncPush:
+    """Pushes tensors that can be read only once, sync after sync, and applies them if asked.
+
+    Each call makes a new version. The pushes have no key in common with those of a run before:
+    where one stood for other weights, the tensors would have to be pushed again, and cannot be.
+    """
+
+    def __init__(
+        self,
+        client: AdapterClient,
+        apply: bool | ApplyOptions,  # noqa: FBT001 - as users give it
+        push: PushOptions | None,
+        run_id: str,
+        logger: Logger,
+    ) -> None:
+        self._client, self._logger = client, logger
+        pushing = PushOptions(**{**(push or {}), "collective": True})
+        self.options = StepOptions(pushing, apply_options(apply))
+        self._run_id = text("run_id", run_id) or uuid.uuid4().hex
+        self._count = 0
+        #: The last one that succeeded.
+        self.last: PushedStep | None = None
+
+    @property
+    def name(self) -> str:
+        """What the sync is that was begun last, for an error."""
+        return f"sync {self._count}"
+
+    def push(self, tensors: Iterable[tuple[str, object]], *, of_run: bool) -> PushedStep:
+        """Push the next sync; the metadata of its version names the run where it is `of_run`.
+
+        Raises a ClientError of the push or the apply; a note says so if the version exists.
+        """
+        self._count += 1
+        labels = {"run_id": self._run_id} if of_run else {}
+        labels["sync"] = str(self._count)
+        client = self._client.open()
+        push = functools.partial(client.push, tensors, **_with_metadata(self.options, labels))
+        applying = self.options.apply
+
+        def apply(pushed: PushResult) -> tuple[PushResult, ApplyReport]:
+            return pushed, client.apply(pushed.version, **(applying or {}))
+
+        done = _measured(push, None if applying is None else apply, self.name)
+        self.last = done
+        values = ", ".join(f"{key} {value:g}" for key, value in done.metrics().items())
+        self._logger.info("%s: %s", self.name, values)
+        return done

@@ -17,14 +17,12 @@ import torch
 
 from weightsync.errors import Reason
 from weightsync_client.client import Client
-from weightsync_client.errors import refuse
-from weightsync_client.integrations.adapter_client import AdapterClient, ClientOptions
+from weightsync_client.errors import invalid, refuse
+from weightsync_client.integrations.step_push import AdapterClient, ClientOptions
 from weightsync_client.options import DEFAULT_ADDRESS, PushOptions, check_options
 from weightsync_client.pull import PulledTensor
 from weightsync_client.source.sharded_tensors import box_source, is_sharded
 from weightsync_client.types import Durability
-
-__all__ = ["WeightSyncStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +145,7 @@ class WeightSyncStore:
 
 def _check_staged(direct_rdma: bool) -> None:  # noqa: FBT001 - as the methods have it
     if direct_rdma:
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             "direct_rdma=True would have generators read the trainer's memory; leave it out",
         )
 

@@ -11,14 +11,12 @@ from transformers import TrainerCallback
 
 from weightsync_client.client import Client
 from weightsync_client.errors import ClientError
-from weightsync_client.integrations.adapter_client import (
+from weightsync_client.integrations.step_push import (
     AdapterClient,
     ClientOptions,
-    apply_options,
-)
-from weightsync_client.integrations.step_push import (
     PushedStep,
     StepOptions,
+    apply_options,
     push_part,
     push_step,
 )
@@ -28,9 +26,7 @@ from weightsync_client.options import (
     PushOptions,
 )
 from weightsync_client.rpc.validate import text, whole_number
-from weightsync_client.source.trainer_ranks import TrainerRanks, holds_parts
-
-__all__ = ["WeightSyncCallback"]
+from weightsync_client.source.flat_parameters import TrainerRanks, holds_parts
 
 logger = logging.getLogger(__name__)
 

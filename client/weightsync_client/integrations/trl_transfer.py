@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from weightsync_client.client import Client
 from weightsync_client.errors import ClientError
-from weightsync_client.integrations.adapter_client import (
+from weightsync_client.integrations.step_push import (
     AdapterClient,
     ClientOptions,
-    apply_options,
+    PushedStep,
+    SyncPush,
 )
-from weightsync_client.integrations.step_push import PushedStep, StepOptions, push_iterable
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions
-from weightsync_client.rpc.validate import text
-from weightsync_client.source.flow import drained_on_error
+from weightsync_client.source.tensor_stream import drained_on_error
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WeightSyncTransfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +76,12 @@ class WeightSyncTransfer:
         **options: Unpack[ClientOptions],
     ) -> None:
         self._client = AdapterClient("WeightSyncTransfer", server, options, on_error, logger)
-        pushing = PushOptions(**{**(push or {}), "collective": True})
-        self._options = StepOptions(pushing, apply_options(apply))
-        self._run_id = text("run_id", run_id) or uuid.uuid4().hex
-        self._sync = 0
-        self._last: PushedStep | None = None
+        self._syncs = SyncPush(self._client, apply, push, run_id, logger)
 
     @property
     def last(self) -> PushedStep | None:
         """Return the last transfer that succeeded: its version, and how long it took."""
-        return self._last
+        return self._syncs.last
 
     # Called by AsyncGRPOTrainer, on the main process.
 
@@ -108,20 +101,12 @@ class WeightSyncTransfer:
         Raises:
             ClientError: Of the push or the apply; a note says so if the version exists.
         """
-        self._sync += 1
-        name = f"sync {self._sync}"
         try:
             # A push that ends before it begins, as where no server answers, has read none of them.
             with drained_on_error(iterator, collective=True):
-                pushed = push_iterable(
-                    self._client.open(), iterator, name, self._labels(), self._options
-                )
+                self._syncs.push(iterator, of_run=self._of_run())
         except ClientError as error:
-            self._client.handle(f"at {name}", error)
-        else:
-            self._last = pushed
-            values = ", ".join(f"{key} {value:g}" for key, value in pushed.metrics().items())
-            logger.info("%s: %s", name, values)
+            self._client.handle(f"at {self._syncs.name}", error)
 
     def resume(self) -> None:
         """Do nothing: generation has gone on when the apply was over."""
@@ -132,10 +117,7 @@ class WeightSyncTransfer:
 
     # Inside.
 
-    def _labels(self) -> dict[str, str]:
-        labels = {"run_id": self._run_id, "sync": str(self._sync)}
-        options = self._options.push
-        if options.get("partial") and (options.get("base") or self._last is None):
-            # Its base may be of another run, and the server takes no change of such a version.
-            del labels["run_id"]
-        return labels
+    def _of_run(self) -> bool:
+        # Its base may be of another run, and the server takes no change of such a version.
+        options = self._syncs.options.push
+        return not (options.get("partial") and (options.get("base") or self.last is None))

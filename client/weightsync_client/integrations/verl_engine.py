@@ -18,19 +18,17 @@ from verl.checkpoint_engine.base import (  # type: ignore[import-not-found,impor
 )
 
 from weightsync.errors import Reason
-from weightsync_client.errors import ClientError, refuse
+from weightsync_client.errors import ClientError, invalid
 from weightsync_client.integrations.actor_push import (
     ActorPush,
     Pair,
     check_ranks,
     on_callers_stream,
     take_part,
+    wait_for,
 )
-from weightsync_client.integrations.rollout_wait import wait_for
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions
 from weightsync_client.rpc.validate import seconds
-
-__all__ = ["WeightSyncCheckpointEngine"]
 
 #: In the metadata of a version. A step does not name one weight sync: a resumed run repeats it.
 _SYNC_ID = "sync_id"
@@ -195,8 +193,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
 
     def _check_begun(self) -> None:
         if not self._sync_id:
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 "no weight sync has begun; call prepare, build_topology and init_process_group",
             )
 

@@ -9,28 +9,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from weightsync.errors import Reason
 from weightsync_client.client import Client
-from weightsync_client.errors import refuse
-from weightsync_client.integrations.adapter_client import (
+from weightsync_client.errors import invalid
+from weightsync_client.integrations.step_push import (
     AdapterClient,
     ClientOptions,
-    apply_options,
+    PushedStep,
+    SyncPush,
 )
-from weightsync_client.integrations.step_push import PushedStep, StepOptions, push_iterable
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions
-from weightsync_client.rpc.validate import text, whole_number
-from weightsync_client.source.weight_sources import check_owned, check_whole, full_pairs
+from weightsync_client.rpc.validate import whole_number
+from weightsync_client.source.tensor_stream import check_owned, check_whole, full_pairs
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WeightSyncTrainerEngine", "WeightSyncTrainerInitInfo"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,16 +110,13 @@ class WeightSyncTrainerEngine:
         self.is_sender = whole_number("rank", init_info.rank, 0) == 0
         self.client, self.source = client, source
         self._weightsync = AdapterClient(_NAME, init_info.server, init_info.client, "raise", logger)
-        pushing = PushOptions(**{**(init_info.push or {}), "collective": True})
-        self._options = StepOptions(pushing, apply_options(init_info.apply))
-        self._run_id = text("run_id", init_info.run_id) or uuid.uuid4().hex
-        self._sync = 0
-        self._last: PushedStep | None = None
+        facts = init_info.apply, init_info.push, init_info.run_id
+        self._syncs = SyncPush(self._weightsync, *facts, logger)
 
     @property
     def last(self) -> PushedStep | None:
         """Return the last `send_weights` that succeeded here; None: none, or another rank's."""
-        return self._last
+        return self._syncs.last
 
     @classmethod
     def trainer_init(
@@ -180,21 +174,15 @@ class WeightSyncTrainerEngine:
         self._weightsync.close()
 
     def _send(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._sync += 1
-        name = f"sync {self._sync}"
-        labels = {"run_id": self._run_id, "sync": str(self._sync)}
-        if self._options.push.get("partial"):
-            # Its base may be of another run, and the server takes no change of such a version.
-            del labels["run_id"]
-        pushed = push_iterable(self._weightsync.open(), tensors, name, labels, self._options)
-        self._last = pushed
-        values = ", ".join(f"{key} {value:g}" for key, value in pushed.metrics().items())
-        logger.info("%s: %s", name, values)
+        # Its base may be of another run, and the server takes no change of such a version.
+        partial = self._syncs.options.push.get("partial")
+        pushed = self._syncs.push(tensors, of_run=not partial)
         if self.client is not None and pushed.apply is not None:
             try:
                 _call_verbs(self.client, pushed.push.version)
             except Exception as error:
-                error.add_note(f"{name} is version {pushed.push.version}, which is served")
+                version = pushed.push.version
+                error.add_note(f"{self._syncs.name} is version {version}, which is served")
                 raise
 
 
@@ -202,8 +190,7 @@ def _check_source(source: Any) -> None:
     """Refuse on every rank alike what cannot be sent again and again, and whole, by rank 0."""
     gives = getattr(source, "implements_iter_full", lambda: isinstance(source, Iterable))()
     if not gives or isinstance(source, Iterator):
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             "source must give all weights, in full, each time that it is read; give a "
             "WeightSource, such as vLLM's ModuleSource(model)",
         )

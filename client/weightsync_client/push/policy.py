@@ -11,25 +11,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
-from weightsync.wire.addresses import is_private
-from weightsync_client.errors import ClientError, refuse, typed_errors
+from weightsync.wire.grpc_channels import is_private
+from weightsync_client.errors import ClientError, invalid, refuse, typed_errors
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
-from weightsync_client.push.callbacks import SourceRelease
-from weightsync_client.push.joint_errors import explain_base, explain_cast, explain_lacking
-from weightsync_client.push.partial import base_of_part, check_part, named_base
-from weightsync_client.push.request import RequestTemplate
-from weightsync_client.push.session import NOTHING_SENT, PushSession
-from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
+from weightsync_client.push.push_request import (
+    RequestTemplate,
+    base_of_part,
+    check_part,
+    explain_base,
+    explain_cast,
+    explain_lacking,
+    named_base,
+)
+from weightsync_client.push.session import NOTHING_SENT, PushSession, SourceRelease
+from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, DeltaUnsuitable, Fallback
 from weightsync_client.rpc.retry import Invoke, RetryingCalls
 from weightsync_client.rpc.validate import flag, whole_number
-from weightsync_client.snapshot.copy_budget import roomy
-from weightsync_client.snapshot.snapshot import Snapshot
+from weightsync_client.snapshot.snapshot import BaseVersion, Snapshot, roomy
 from weightsync_client.transport.shm_transport import why_streamed
 from weightsync_client.types import PushKind, PushResult
 
 if TYPE_CHECKING:
-    from weightsync_client.push.history import PushHistory
-    from weightsync_client.push.partial import NamedBase
+    from weightsync_client.push.push_history import PushHistory
+    from weightsync_client.push.push_request import NamedBase
     from weightsync_client.rpc.channels import Link
     from weightsync_client.snapshot.delta_shards import DeltaShards
     from weightsync_client.snapshot.host_tensor import SnapshotTensor
@@ -38,7 +42,6 @@ if TYPE_CHECKING:
     from weightsync_client.source.source import Source
     from weightsync_client.source.tensors import SourceTensor
 
-__all__ = ["PushPolicy"]
 
 # Where a delta fails so, all of the tensors may do better: the server lacks the base, found other
 # bytes than those that were made of ours, or knows no deltas.
@@ -54,9 +57,7 @@ _FALLBACKS = {
 
 def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise refuse(
-            Reason.REQUEST_INVALID, f"{option} is {value!r}; use one of {', '.join(allowed)}"
-        )
+        raise invalid(f"{option} is {value!r}; use one of {', '.join(allowed)}")
     return value
 
 
@@ -81,7 +82,6 @@ def _drained(tensors: list[SourceTensor]) -> Iterator[SourceTensor]:
 
 
 def _check_writer(options: PushOptions) -> None:
-    """Refuse what several processes cannot do together."""
     if options.get("delta") == "require":
         raise refuse(
             Reason.NOT_SUPPORTED,
@@ -93,15 +93,8 @@ def _check_writer(options: PushOptions) -> None:
 class PushPolicy:
     """One push; `run` is called once.
 
-    Args:
-        link: To the server.
-        invoke: Sends unary calls.
-        model: Name of the model.
-        source: What is pushed.
-        options: Of the caller.
-        retry: How long a cut link is taken up again.
-        history: Of the client.
-        on_source_free: Called once the source is not in use any more.
+    `retry` limits how long a cut link is taken up again. `on_source_free` is called once the source
+    is not in use.
     """
 
     def __init__(
@@ -132,11 +125,12 @@ class PushPolicy:
         self._invoke = invoke
         self._source = source
         self._options = options
-        self._retry = retry
         self._history = history
         self._release = SourceRelease(on_source_free, source.release)
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        number = source.writer.number if source.writer else 0
+        self._calls = RetryingCalls(link, invoke, retry, self._stop, number)
         self._push: PushSession | None = None
         # Of several processes, those that hold replicas alone send digests, which are no delta.
         sends = source.writer is None or bool(source.tensors)
@@ -152,7 +146,6 @@ class PushPolicy:
             self._history.snapshot.leave(self._ticket)
 
     def run(self) -> PushResult:
-        """Send everything, or what changed, and return the committed version."""
         started = time.monotonic()
         try:
             with self._turn():
@@ -185,21 +178,18 @@ class PushPolicy:
                 self._push.cancel()
 
     def _cast(self) -> None:
-        """Have the tensors sent in the dtypes that the engine has by now."""
-        calls = RetryingCalls(self._link, self._invoke, self._retry, self._stop)
-        casting = self._history.casting(self._options, calls, self._template.model)
+        casting = self._history.casting(self._options, self._calls, self._template.model)
         if casting.layout is not self._source.casting.layout:
             self._source = self._source.cast(casting)
 
     def _explained(self, error: ClientError) -> ClientError:
-        """Return why several processes contradict each other, as far as this one knows."""
         if self._source.writer is None or error.reason is not Reason.LAYOUT_INVALID:
             return error
         now = None
         if self._options.get("dtype", "auto") == "auto":
-            calls = RetryingCalls(self._link, self._invoke, self._retry, self._stop)
+            known = self._source.casting.layout
             with contextlib.suppress(ClientError):
-                now = calls.engine_layout(self._template.model, self._source.casting.layout)
+                now = self._calls.engine_layout(self._template.model, known)
         explained = explain_cast(error, self._source, now)
         if explained is not error or self._options.get("partial"):
             return explained
@@ -218,7 +208,7 @@ class PushPolicy:
     def _with_snapshot(self) -> PushResult:
         try:
             return self._delta()
-        except Unfit as unfit:
+        except DeltaUnsuitable as unfit:
             self._settle_for(unfit)
             reason = unfit.reason
             _clear_frames(unfit)
@@ -232,7 +222,7 @@ class PushPolicy:
             return result
         return self._kept(reason)
 
-    def _settle_for(self, unfit: Unfit) -> None:
+    def _settle_for(self, unfit: DeltaUnsuitable) -> None:
         if self._wanted == "require":
             raise refuse(
                 Reason.BASE_MISMATCH,
@@ -243,24 +233,14 @@ class PushPolicy:
     # As a delta.
 
     def _delta(self) -> PushResult:
-        """Send what changed.
-
-        Raises:
-            Unfit: That cannot be done, or does not pay; nothing of the try is left.
-        """
+        """Send what changed; DeltaUnsuitable: it cannot, or does not pay; nothing of it is left."""
         snapshot, layout = self._history.snapshot, self._source.layout
         self._refuse_slower()
         base = snapshot.base_of(self._source.signature, self._template.run_id)
         shards = self._changes(base)
         try:
-            push = self._begin(self._changed(shards))
-            with typed_errors():
-                result = push.run()
-            if push.joined:
-                # Committed before, under the caller's key; our copy may be of a later version.
-                return result
-            snapshot.advance(base, result, self._template.run_id, shards.blobs, shards.threads)
-        except (ClientError, Unfit) as error:
+            return self._sent_changes(shards, base, layout.size if layout else base.size)
+        except (ClientError, DeltaUnsuitable) as error:
             unfit = self._unfit(error)
             if unfit is None:
                 raise
@@ -268,19 +248,18 @@ class PushPolicy:
             raise unfit from error
         finally:
             shards.close()
-        return self._as_delta(result, shards, layout.size if layout else base.size)
 
-    def _changed(self, shards: DeltaShards) -> Source:
-        """Return what changed, to be pushed."""
-        source = self._source
-        if source.writer is None:
-            return replace(source, shards=shards, layout=None, delta=shards)
-        from weightsync_client.snapshot.box_deltas import box_deltas
-
+    def _sent_changes(self, shards: DeltaShards, base: BaseVersion, dense: int) -> PushResult:
+        """Send what changed; a copy of the base that is held here becomes the version."""
+        push = self._begin(self._changed(shards))
         with typed_errors():
-            return replace(source, shards=box_deltas(source.shards, shards), delta=shards)
-
-    def _as_delta(self, result: PushResult, shards: DeltaShards, dense: int) -> PushResult:
+            result = push.run()
+        if push.joined:
+            # Committed before, under the caller's key; our copy may be of a later version.
+            return result
+        if isinstance(base, Snapshot):
+            facts = self._template.run_id, shards.blobs, shards.threads
+            self._history.snapshot.advance(base, result, *facts)
         return replace(
             result,
             kind=PushKind.DELTA,
@@ -289,36 +268,39 @@ class PushPolicy:
             dense_bytes=dense,
         )
 
+    def _changed(self, shards: DeltaShards) -> Source:
+        source = self._source
+        if source.writer is None:
+            return replace(source, shards=shards, layout=None, delta=shards)
+        from weightsync_client.snapshot.delta_shards import box_deltas
+
+        with typed_errors():
+            return replace(source, shards=box_deltas(source.shards, shards), delta=shards)
+
     def _part(self) -> PushResult:
         """Send what some tensors are now, as a delta that leaves all others as they are."""
-        from weightsync_client.snapshot.delta_shards import DeltaShards, default_threads
-        from weightsync_client.snapshot.grouping import as_they_come, by_size
+        from weightsync_client.snapshot.delta_shards import (
+            DeltaShards,
+            as_they_come,
+            by_size,
+            default_threads,
+        )
 
-        source, snapshot = self._source, self._history.snapshot
+        source = self._source
         facts = self._options, self._history, self._invoke, self._link.timeouts
         base = base_of_part(*facts, self._template.model)
-        zstd = self._compress == "always" or (
-            self._compress == "auto" and self._history.link_speed.slow
-        )
         groups = (
             as_they_come(source.flow, base.size)
             if source.flow is not None
             else by_size(source.tensors, default_threads())
         )
-        shards = DeltaShards(groups, base, zstd=zstd, partial=True)
+        shards = DeltaShards(groups, base, zstd=self._packs, partial=True)
         try:
-            push = self._begin(replace(source, shards=shards, layout=None, delta=shards))
-            with typed_errors():
-                result = push.run()
-            if push.joined:
-                return result
-            if isinstance(base, Snapshot):
-                snapshot.advance(base, result, self._template.run_id, shards.blobs, shards.threads)
-        except Unfit as unfit:
+            return self._sent_changes(shards, base, base.size)
+        except DeltaUnsuitable as unfit:
             raise refuse(Reason.MEMORY_EXHAUSTED, f"{unfit}; free some and push again") from unfit
         finally:
             shards.close()
-        return self._as_delta(result, shards, base.size)
 
     def _joint_part(self) -> PushResult:
         """Send what this process holds of some tensors; the server keeps all others."""
@@ -339,57 +321,65 @@ class PushPolicy:
             raise explained from error
         return replace(result, kind=PushKind.DELTA, base_version=push.base_version)
 
-    def _refuse_slower(self) -> None:
-        """Have everything sent where the server copies it faster than it could be compared.
+    @property
+    def _packs(self) -> bool:
+        """Whether deltas are packed with zstd."""
+        slow = self._history.link_speed.slow
+        return self._compress == "always" or (self._compress == "auto" and slow)
 
-        Or where it has no memory for what several processes send of changes beside the version.
-        """
+    def _refuse_slower(self) -> None:
+        """Raise DeltaUnsuitable if a delta would be slower, or the server lacks memory for it."""
         if self._source.writer is not None and self._history.server_lacks_room:
-            raise Unfit(Fallback.NO_ROOM, "the server has no memory for changes beside a version")
+            raise DeltaUnsuitable(
+                Fallback.NO_ROOM, "the server has no memory for changes beside a version"
+            )
         if self._history.server_copies and self._may_be_copied():
-            raise Unfit(Fallback.COPIED, "the server copies all of it from the GPU")
+            raise DeltaUnsuitable(Fallback.COPIED, "the server copies all of it from the GPU")
 
     def _may_be_copied(self) -> bool:
         auto = self._wanted == self._options.get("same_host", "auto") == "auto"
         return auto and self._source.flow is None and _on_gpus(self._source.tensors)
 
     def _try_without_copy(self) -> bool:
-        """Whether to find out first if the server copies all from GPUs, for which none is needed.
-
-        One on the host would have all of it read and written here.
-        """
+        """Whether to find out first if the server copies all from GPUs, needing no copy here."""
         if self._history.tried or not self._may_be_copied() or not is_private(self._link.address):
             return False
         tensors = self._source.tensors
         return not {tensor.device for tensor in tensors if tensor.size} <= roomy(tensors)[0]
 
     def _changes(self, base: Snapshot) -> DeltaShards:
-        from weightsync_client.snapshot.box_deltas import of_boxes
-        from weightsync_client.snapshot.delta_shards import DeltaShards, default_threads
-        from weightsync_client.snapshot.grouping import as_they_come, by_size
-        from weightsync_client.snapshot.sampling import sampled
+        from weightsync_client.snapshot.delta_shards import (
+            DeltaShards,
+            as_they_come,
+            by_size,
+            default_threads,
+            of_boxes,
+            sampled,
+        )
 
-        source, slow = self._source, self._history.link_speed.slow
-        zstd = self._compress == "always" or (self._compress == "auto" and slow)
-        hurried = not (zstd or slow or self._wanted == "require")
+        source, zstd = self._source, self._packs
+        hurried = not (zstd or self._history.link_speed.slow or self._wanted == "require")
         most_changed = MOST_CHANGED if hurried else 1.0
         if source.flow is not None:
             groups = as_they_come(source.flow, base.size)
             return DeltaShards(groups, base, zstd=zstd, most_changed=most_changed)
         sample = sampled(source.tensors, base, zstd=zstd)
         if sample.ratio > PAYS_BELOW:
-            raise Unfit(Fallback.TOO_DENSE, f"a sample of it needs {sample.ratio:.0%} of all bytes")
+            raise DeltaUnsuitable(
+                Fallback.TOO_DENSE, f"a sample of it needs {sample.ratio:.0%} of all bytes"
+            )
         if sample.changed > most_changed:
-            raise Unfit(Fallback.TOO_DENSE, f"{sample.changed:.0%} of a sample of it changed")
+            raise DeltaUnsuitable(
+                Fallback.TOO_DENSE, f"{sample.changed:.0%} of a sample of it changed"
+            )
         if source.writer is not None:
             return DeltaShards(of_boxes(source.shards), base, zstd=zstd, every=True)
         groups = by_size(source.tensors, default_threads(), sample.ratio)
         return DeltaShards(groups, base, zstd=zstd)
 
-    def _unfit(self, error: ClientError | Unfit) -> Unfit | None:
-        """Return why all is sent after a delta has failed; None: nothing is."""
-        if isinstance(error, Unfit):
-            return Unfit(error.reason, str(error))
+    def _unfit(self, error: ClientError | DeltaUnsuitable) -> DeltaUnsuitable | None:
+        if isinstance(error, DeltaUnsuitable):
+            return DeltaUnsuitable(error.reason, str(error))
         reason, flow = _FALLBACKS.get(error.reason), self._source.flow
         if self._source.writer is not None and reason is not Fallback.BASE_MISMATCH:
             # The push has failed for the others as well: with the next one all begin again.
@@ -403,7 +393,7 @@ class PushPolicy:
             # The tensors may hold other weights by now. The next push is in full, and heals it.
             self._history.snapshot.current = None
             return None
-        return Unfit(reason, error.message)
+        return DeltaUnsuitable(reason, error.message)
 
     def _read_again(self, shards: DeltaShards) -> None:
         """Have what an iterable has given read from our copy, which is given up for that."""
@@ -457,9 +447,7 @@ class PushPolicy:
     ) -> PushSession:
         same_host = why_streamed(self._link.address, source, self._options) is None
         request = self._template.request(source, reason, same_host=same_host, base=base)
-        number = source.writer.number if source.writer else 0
-        calls = RetryingCalls(self._link, self._invoke, self._retry, self._stop, number)
-        facts = self._link, calls, request, source, self._options, self._release, sink
+        facts = self._calls, request, source, self._options, self._release, sink
         with self._lock:
             self._push = PushSession(*facts)
             return self._push

@@ -7,7 +7,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 
 from weightsync.errors import Reason
 from weightsync.model.digest import content_digest
@@ -22,28 +23,110 @@ from weightsync_client.errors import (
     refuse,
 )
 from weightsync_client.options import CHUNK_BYTES, PushOptions
-from weightsync_client.push.callbacks import ByteCounter, SourceRelease
 from weightsync_client.push_reasons import Streamed
-from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import RetryingCalls
 from weightsync_client.source.shards import ByteSink, Shard
 from weightsync_client.source.source import Source
 from weightsync_client.source.tensors import Scratch
 from weightsync_client.transport import messages
-from weightsync_client.transport.chain import TransportChain
-from weightsync_client.transport.digester import ShardDigester
-from weightsync_client.transport.protocol import (
-    OpenedPush,
-    Sent,
-    ShardDigests,
-    Transport,
-)
-from weightsync_client.transport.shm_transport import why_streamed
+from weightsync_client.transport.grpc_transport import GrpcTransport
+from weightsync_client.transport.messages import ShardDigester
+from weightsync_client.transport.protocol import OpenedPush, Sent, ShardDigests, Transport
+from weightsync_client.transport.shm_transport import ShmTransport, why_streamed
 from weightsync_client.types import PushResult
 
-__all__ = ["NOTHING_SENT", "PushSession"]
-
 logger = logging.getLogger(__name__)
+
+
+class PushHandle:
+    """A push that runs in the background.
+
+    Attributes:
+        source_free: Done when the source may be changed: the server holds every byte, or all that
+            changed was encoded, and the adapters of a PEFT model are unmerged. It fails if the push
+            fails before that; they are unmerged then too.
+        committed: Done when the version is committed, with its PushResult, or with the error.
+    """
+
+    def __init__(self) -> None:
+        self.source_free: Future[None] = Future()
+        self.committed: Future[PushResult] = Future()
+        # Running futures cannot be cancelled by whoever waits for them; the push can, by `cancel`.
+        self.source_free.set_running_or_notify_cancel()
+        self.committed.set_running_or_notify_cancel()
+        self._cancel: Callable[[], None] = lambda: None
+        self._thread: threading.Thread | None = None
+
+    def start(self, run: Callable[[], PushResult], cancel: Callable[[], None]) -> None:
+        """Run the push in a thread of its own; called once, by the client."""
+        self._cancel = cancel
+        # No daemon: a trainer that ends after its last step does not lose that step's push.
+        self._thread = threading.Thread(target=self._run, args=(run,), name="weightsync-push-run")
+        self._thread.start()
+
+    def _run(self, run: Callable[[], PushResult]) -> None:
+        try:
+            result = run()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            if not self.source_free.done():
+                self.source_free.set_exception(error)
+            self.committed.set_exception(error)
+        else:
+            self.committed.set_result(result)
+        finally:
+            # It holds the source, which may have memory of its own.
+            self._cancel = lambda: None
+
+    def cancel(self) -> None:
+        """End the push; `committed` then fails with AbortedError, unless the commit came first."""
+        self._cancel()
+
+    def join(self) -> None:
+        """Wait until the push has ended, well or not."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+class ByteCounter:
+    """Counts the bytes of one push as they are sent; threads may share it.
+
+    `report` is called with the bytes sent and `total`, which is 0 if not known.
+    """
+
+    def __init__(self, report: Callable[[int, int], None] | None, total: int) -> None:
+        self._report = report
+        self._total = total
+        self._lock = threading.Lock()
+        self.sent = 0
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self.sent += size
+            sent = self.sent
+        if self._report is not None:
+            self._report(sent, self._total)
+
+
+class SourceRelease:
+    """Tells the caller, once, that its tensors are not in use any more.
+
+    `restore` is called right before `callback`. If `callback` is None, neither is: the caller waits
+    for the end of the push. Once `done` is set, the tensors may hold other weights.
+    """
+
+    def __init__(
+        self, callback: Callable[[], None] | None, restore: Callable[[], None] = lambda: None
+    ) -> None:
+        self._callback = callback
+        self._restore = restore
+        self.done = False
+
+    def __call__(self) -> None:
+        if self._callback is not None and not self.done:
+            self.done = True
+            self._restore()
+            self._callback()
+
 
 NOTHING_SENT = "nothing was sent, and no version was made"
 _UNKNOWN = (
@@ -61,27 +144,16 @@ _FORGOTTEN_BY_ALL = frozenset({Reason.PUSH_UNKNOWN, Reason.PUSH_INCOMPLETE})
 class PushSession:
     """One push; `run` is called once.
 
-    Args:
-        link: To the server.
-        calls: Sends its unary calls.
-        request: Opens the push.
-        source: What is sent.
-        options: Of the caller.
-        release: Called once the caller's tensors are not in use any more.
-        sink: Gets the bytes of every tensor as they are digested.
-
     Attributes:
         joined: The version had been committed before, under this push's key: nothing was sent.
         state: What is to be said of it should it be interrupted now.
-        base_version: Whose other tensors a partial push of several processes keeps, as the server
-            said; 0: it is none.
+        base_version: Whose other tensors a partial push of several processes keeps; 0: none.
         sent: What the latest attempt to send did.
         sending_s: How long that took.
     """
 
     def __init__(
         self,
-        link: Link,
         calls: RetryingCalls,
         request: pb.BeginPushRequest,
         source: Source,
@@ -91,25 +163,21 @@ class PushSession:
     ) -> None:
         self._calls = calls
         self._request = request
-        self._source = source
-        self._key = options.get("idempotency_key")
+        self._source, self._options, self._sink = source, options, sink
         self._chunk_bytes = options.get("chunk_bytes", CHUNK_BYTES)
         self._release = release
         self._counter = ByteCounter(options.get("on_progress"), source.size)
-        facts = link, calls, source, options, sink
-        self._chain = TransportChain(*facts, self._counter.add, release)
         self._transports: Sequence[Transport] = ()
         self._push_id = ""
         self._commit_asked = False
         self.joined = False
         self.base_version = 0
         self.state = NOTHING_SENT
-        self.sent = Sent(reason=why_streamed(link.address, source, options))
+        self.sent = Sent(reason=why_streamed(calls.link.address, source, options))
         self.sending_s = 0.0
 
     @property
     def digests(self) -> dict[str, bytes]:
-        """Digest of every tensor that was sent, by name."""
         return {
             tensor.name: digest
             for tensors, digests in self.sent.shards.values()
@@ -119,7 +187,6 @@ class PushSession:
     # The whole of it.
 
     def run(self) -> PushResult:
-        """Send everything and return the committed version."""
         started = time.monotonic()
         restarts = 0
         streamed = self.sent.reason
@@ -195,7 +262,7 @@ class PushSession:
         return reply.committed if self.joined else self._commit()
 
     def _send_all(self, opened: OpenedPush) -> None:
-        self._transports = self._chain.make(self.sent.reason)
+        self._transports = self._transports_for(self.sent.reason)
         shards = self._source.shards
         for transport in self._transports:
             self._check_cancelled()
@@ -213,11 +280,28 @@ class PushSession:
                 break
         self._check_cancelled()
 
-    def _compare(self, committed: pb.CommitPushResponse) -> None:
-        """Refuse a key that belongs to other content; the server cannot know what we hold.
+    def _transports_for(self, streamed: Streamed | None) -> list[Transport]:
+        """Return the transports of one attempt, in the order in which they send.
 
-        The source is read and digested for it. An iterable may be used up: whatever comes out,
-        nothing is sent of it any more.
+        `streamed` says why only the link is used; with None, the fastest way is tried first.
+        """
+        facts = self._calls, self._source
+        stream = GrpcTransport(
+            *facts,
+            self._options.get("streams", 1),
+            self._sink.keep if self._sink else None,
+            self._counter.add,
+            self._release,
+        )
+        if streamed is not None:
+            return [stream]
+        collects = self._options.get("same_host", "auto") == "auto"
+        return [ShmTransport(*facts, self._sink, self._counter.add, collects=collects), stream]
+
+    def _compare(self, committed: pb.CommitPushResponse) -> None:
+        """Refuse a key that belongs to other content, by reading and digesting the source.
+
+        An iterable may be used up by that; nothing of it is sent afterwards.
         """
         if self._source.writer is not None:
             raise refuse(
@@ -226,7 +310,7 @@ class PushSession:
                 "each step once, and give each run a key of its own",
                 version=str(committed.version),
             )
-        if not self._key:
+        if not (key := self._options.get("idempotency_key")):
             return  # Made for this push, so it is ours.
         done: list[ShardDigests] = []
         for shard in self._source.shards:
@@ -237,7 +321,7 @@ class PushSession:
         if self._content_digest(done) != committed.content_digest:
             raise refuse(
                 Reason.VERSION_CONFLICT,
-                f"the idempotency key {self._key!r} belongs to a push of other content, which is "
+                f"the idempotency key {key!r} belongs to a push of other content, which is "
                 f"version {committed.version}; choose another key",
                 version=str(committed.version),
             )
@@ -309,7 +393,8 @@ class PushSession:
         lost = isinstance(error, (UnavailableError, DeadlineError)) or (
             isinstance(error, AbortedError) and error.reason is Reason.CANCELLED
         )
-        if lost and self._source.writer is None and (self._commit_asked or self._key):
+        key = self._options.get("idempotency_key")
+        if lost and self._source.writer is None and (self._commit_asked or key):
             return  # It may be committed, or be taken up again under its key.
         if not self._push_id or self._goes_on_whole(error):
             return

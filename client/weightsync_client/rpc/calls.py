@@ -1,22 +1,25 @@
-"""Every call with one request as data: method, request, timeout and how to read the answer.
-
-The sync and the asyncio client both send these, so each call is built and read in one place.
-"""
+"""Every call with one request as data, built and read here for the sync and asyncio clients."""
 
 from __future__ import annotations
 
+import enum
+import os
+import secrets
+import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from weightsync.errors import Reason
 from weightsync.v1 import attach_pb2, attach_pb2_grpc
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import types
-from weightsync_client.errors import refuse
+from weightsync_client.errors import from_rpc, invalid, refuse
 from weightsync_client.options import (
     ApplyOptions,
     EngineChoices,
@@ -24,48 +27,23 @@ from weightsync_client.options import (
     RollbackOptions,
     Timeouts,
 )
-from weightsync_client.rpc import convert
-from weightsync_client.rpc.client_run import client_run
+from weightsync_client.rpc.convert import from_message, to_report, to_rollback, to_tensor
 from weightsync_client.rpc.validate import flag, seconds, text, whole_number
 
 if TYPE_CHECKING:
-    import enum
+    from weightsync_client.options import FleetApplyOptions, FleetChoices
 
-__all__ = [
-    "Call",
-    "abort_push",
-    "acquire_epoch",
-    "apply_version",
-    "attach",
-    "begin_in_place",
-    "begin_push",
-    "commit_push",
-    "delete_version",
-    "get_engine_layout",
-    "get_push",
-    "get_status",
-    "get_version",
-    "health",
-    "list_versions",
-    "made_key",
-    "most_unavailable",
-    "pause_options",
-    "pin_version",
-    "pull_weights",
-    "rollback",
-    "single_model",
-    "verify_version",
-    "watch_versions",
-]
+
+@cache
+def client_run() -> str:
+    """Return host, process and a random part; processes that are forked later share it."""
+    host = "".join(c for c in socket.gethostname()[:64] if c.isascii() and c.isprintable())
+    return f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
+
 
 T = TypeVar("T")
+_E = TypeVar("_E", bound=enum.StrEnum)
 
-#: Of the names that the protocol has for choices.
-_PREFIXES: dict[type[enum.StrEnum], str] = {
-    types.CacheMode: "CACHE_MODE",
-    types.EngineOrder: "ENGINE_ORDER",
-    types.PauseMode: "PAUSE_MODE",
-}
 #: The most that a message can carry; no host has so many engines.
 _MOST_UNAVAILABLE = 2**32 - 1
 #: Characters of what a writer tells the others.
@@ -74,14 +52,9 @@ _MOST_REASON = 512
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One call with one request.
+    """One call with one request; `read` turns the answer, or each of a stream, into a result.
 
-    Attributes:
-        method: Name of the RPC.
-        request: Its request message.
-        timeout_s: Its deadline, in seconds.
-        read: Turns the response message, each of a stream, into the result.
-        stub: Makes the stub from a channel; None: WeightSync's own.
+    `stub` makes the stub from a channel; None is WeightSync's own.
     """
 
     method: str
@@ -105,27 +78,30 @@ def _duration(option: str, value: float) -> Duration:
     return duration
 
 
-def _choice(kind: type[enum.StrEnum], value: str, option: str) -> str:
+def _choice(kind: type[_E], value: str, option: str) -> _E:
     allowed = [member.value for member in kind if member != "unspecified"]
     if value not in allowed:
-        raise refuse(
-            Reason.REQUEST_INVALID, f"{option} is {str(value)!r}; use one of {', '.join(allowed)}"
-        )
-    return f"{_PREFIXES[kind]}_{value}".upper()
+        raise invalid(f"{option} is {str(value)!r}; use one of {', '.join(allowed)}")
+    return kind(value)
+
+
+def _number(choice: enum.StrEnum) -> Any:
+    """Return what the protocol has for a choice, under a name that ends in ours."""
+    numbers = getattr(pb, type(choice).__name__)
+    return numbers.Value(numbers.Name(0).removesuffix("UNSPECIFIED") + choice.upper())
 
 
 def pause_options(options: PauseChoices) -> pb.PauseOptions:
-    """Return how to pause, as a message carries it; what is not chosen is not set."""
     pause = pb.PauseOptions()
     if "pause" in options:
-        pause.mode = pb.PauseMode.Value(_choice(types.PauseMode, options["pause"], "pause"))
+        pause.mode = _number(_choice(types.PauseMode, options["pause"], "pause"))
     if "cache" in options:
-        pause.cache = pb.CacheMode.Value(_choice(types.CacheMode, options["cache"], "cache"))
+        pause.cache = _number(_choice(types.CacheMode, options["cache"], "cache"))
     if "wait_timeout_s" in options:
         pause.wait_timeout.CopyFrom(_duration("wait_timeout_s", options["wait_timeout_s"]))
     if "after_wait" in options:
-        mode = _choice(types.PauseMode, options["after_wait"], "after_wait")
-        pause.after_wait = pb.PauseMode.Value(mode)
+        after = _choice(types.PauseMode, options["after_wait"], "after_wait")
+        pause.after_wait = _number(after)
     return pause
 
 
@@ -134,19 +110,17 @@ def _choose_engines(
 ) -> None:
     request.engine = text("engine", options.get("engine") or "")
     if order := options.get("order"):
-        request.order = pb.EngineOrder.Value(_choice(types.EngineOrder, order, "order"))
+        request.order = _number(_choice(types.EngineOrder, order, "order"))
     request.max_unavailable = most_unavailable(options.get("max_unavailable", 0))
 
 
 def most_unavailable(number: int) -> int:
-    """Return how many may be away, as a message carries it."""
     return min(whole_number("max_unavailable", number), _MOST_UNAVAILABLE)
 
 
 def attach(
     model: str, engine: str, job: str, timeouts: Timeouts
 ) -> Call[attach_pb2.AttachResponse]:
-    """Ask for what opens an engine's live parameters."""
     request = attach_pb2.AttachRequest(model=model, engine=text("engine", engine), job=job)
     return Call("Attach", request, timeouts.begin_s, _ident, attach_pb2_grpc.AttachServiceStub)
 
@@ -154,34 +128,30 @@ def attach(
 def begin_in_place(
     model: str, engine: str, version: int, lease_s: float, pause: PauseChoices
 ) -> attach_pb2.BeginInPlace:
-    """Return the first message of a transaction."""
     return attach_pb2.BeginInPlace(
         model=model,
         engine=text("engine", engine),
         base_version=whole_number("version", version),
         pause=pause_options(pause),
         lease=_duration("lease_s", lease_s),
+        keyed=True,
     )
 
 
 def made_key(key: str | None) -> str:
-    """Return an idempotency key, or a new one."""
     return text("idempotency_key", key or uuid.uuid4().hex)
 
 
 def acquire_epoch(model: str, holder: str, timeouts: Timeouts) -> Call[int]:
-    """Make the caller the writer."""
     request = pb.AcquireEpochRequest(model=model, holder=holder, client_run=client_run())
     return Call("AcquireEpoch", request, timeouts.call_s, lambda m: int(m.epoch))
 
 
 def begin_push(request: pb.BeginPushRequest, timeouts: Timeouts) -> Call[pb.BeginPushResponse]:
-    """Open or join a push."""
     return Call("BeginPush", request, timeouts.begin_s, _ident)
 
 
 def commit_push(request: pb.CommitPushRequest, timeouts: Timeouts) -> Call[pb.CommitPushResponse]:
-    """Commit a push."""
     return Call("CommitPush", request, timeouts.commit_s, _ident)
 
 
@@ -202,7 +172,6 @@ def get_push(push_id: str, timeouts: Timeouts, writer: int = 0) -> Call[pb.GetPu
 def apply_version(
     model: str, version: int, options: ApplyOptions, timeouts: Timeouts
 ) -> Call[types.ApplyReport]:
-    """Make a version live."""
     request = pb.ApplyVersionRequest(
         model=model,
         version=whole_number("version", version),
@@ -218,13 +187,12 @@ def apply_version(
         request.prepare_timeout.CopyFrom(prepare_s)
     _choose_engines(request, options)
     timeout = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
-    return Call("ApplyVersion", request, timeout, lambda m: convert.to_report(m.report, m.engines))
+    return Call("ApplyVersion", request, timeout, lambda m: to_report(m.report, m.engines))
 
 
 def rollback(
     model: str, reason: str, options: RollbackOptions, timeouts: Timeouts
 ) -> Call[types.RollbackReport]:
-    """Go back to the previous version."""
     request = pb.RollbackRequest(
         model=model,
         idempotency_key=made_key(options.get("idempotency_key")),
@@ -233,17 +201,16 @@ def rollback(
     )
     _choose_engines(request, options)
     timeout = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
-    return Call("Rollback", request, timeout, convert.to_rollback)
+    return Call("Rollback", request, timeout, to_rollback)
 
 
 def list_versions(
     model: str, page_token: str, timeouts: Timeouts
 ) -> Call[tuple[list[types.Version], str]]:
-    """List one page of versions: the versions, and the token of the next page."""
     request = pb.ListVersionsRequest(model=model, page_token=page_token)
 
     def read(m: pb.ListVersionsResponse) -> tuple[list[types.Version], str]:
-        return [convert.to_version(v) for v in m.versions], m.next_page_token
+        return [from_message(types.Version, v) for v in m.versions], m.next_page_token
 
     return Call("ListVersions", request, timeouts.call_s, read)
 
@@ -251,7 +218,6 @@ def list_versions(
 def get_version(
     model: str, version: int, timeouts: Timeouts, *, tensors: int = 0, page_token: str = ""
 ) -> Call[tuple[types.Version, list[types.TensorInfo], str]]:
-    """Get a version with at most `tensors` of its tensors, and the token of the next page."""
     request = pb.GetVersionRequest(
         model=model,
         version=whole_number("version", version),
@@ -260,8 +226,8 @@ def get_version(
     )
 
     def read(m: pb.GetVersionResponse) -> tuple[types.Version, list[types.TensorInfo], str]:
-        tensors = [convert.to_tensor(t) for t in m.tensors]
-        return convert.to_version(m.version), tensors, m.next_page_token
+        tensors = [to_tensor(t) for t in m.tensors]
+        return from_message(types.Version, m.version), tensors, m.next_page_token
 
     return Call("GetVersion", request, timeouts.call_s, read)
 
@@ -275,30 +241,31 @@ def get_engine_layout(
 
 
 def watch_versions(model: str, timeouts: Timeouts) -> Call[types.VersionChange]:
-    """Watch the versions; what is read is one message."""
+    """What is read is one message."""
     request = pb.WatchVersionsRequest(model=model)
-    return Call("WatchVersions", request, timeouts.watch_s, convert.to_change)
+    return Call(
+        "WatchVersions", request, timeouts.watch_s, partial(from_message, types.VersionChange)
+    )
 
 
 def pull_weights(
     request: pb.PullWeightsRequest, timeouts: Timeouts
 ) -> Call[pb.PullWeightsResponse]:
-    """Read the bytes of a version; what is read is one message."""
+    """What is read is one message."""
     return Call("PullWeights", request, timeouts.stream_s, _ident)
 
 
 def pin_version(
     model: str, version: int, *, pinned: bool, timeouts: Timeouts
 ) -> Call[types.Version]:
-    """Pin or unpin."""
     request = pb.PinVersionRequest(
         model=model, version=whole_number("version", version), pinned=pinned
     )
-    return Call("PinVersion", request, timeouts.call_s, lambda m: convert.to_version(m.version))
+    read = partial(from_message, types.Version)
+    return Call("PinVersion", request, timeouts.call_s, lambda m: read(m.version))
 
 
 def delete_version(model: str, version: int, *, force: bool, timeouts: Timeouts) -> Call[None]:
-    """Delete a version."""
     request = pb.DeleteVersionRequest(
         model=model, version=whole_number("version", version), force=flag("force", force)
     )
@@ -308,17 +275,17 @@ def delete_version(model: str, version: int, *, force: bool, timeouts: Timeouts)
 def verify_version(
     model: str, version: int, timeouts: Timeouts, engine: str = ""
 ) -> Call[types.Verification]:
-    """Prove what is served."""
     request = pb.VerifyVersionRequest(
         model=model, version=whole_number("version", version), engine=text("engine", engine)
     )
-    return Call("VerifyVersion", request, timeouts.apply_s, convert.to_verification)
+    return Call(
+        "VerifyVersion", request, timeouts.apply_s, partial(from_message, types.Verification)
+    )
 
 
 def get_status(model: str, timeouts: Timeouts) -> Call[types.Status]:
-    """Ask for the state."""
     request = pb.GetStatusRequest(model=model)
-    return Call("GetStatus", request, timeouts.call_s, convert.to_status)
+    return Call("GetStatus", request, timeouts.call_s, partial(from_message, types.Status))
 
 
 def health(service: str, timeouts: Timeouts) -> Call[bool]:
@@ -340,11 +307,97 @@ def health(service: str, timeouts: Timeouts) -> Call[bool]:
 
 
 def single_model(status: types.Status) -> str:
-    """Return the name of a server's only model."""
     names = [model.model for model in status.models]
     if len(names) != 1:
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             f"the server has {len(names)} models ({', '.join(names)}); name the one you mean",
         )
     return names[0]
+
+
+_ORDERS = {
+    types.FleetOrder.BARRIER: pb.ENGINE_ORDER_TOGETHER,
+    types.FleetOrder.ROLLING: pb.ENGINE_ORDER_ROLLING,
+}
+
+
+def fleet_apply(
+    model: str, version: int, options: FleetApplyOptions, timeouts: Timeouts
+) -> Call[types.FleetReport]:
+    request = pb.ApplyVersionRequest(
+        model=model,
+        version=whole_number("version", version),
+        clear_rejected=flag("clear_rejected", options.get("clear_rejected") or False),
+        **_chosen(options),
+    )
+    return Call("ApplyVersion", request, _timeout_s(options, timeouts), _fleet_report)
+
+
+def fleet_rollback(
+    model: str, reason: str, options: FleetChoices, timeouts: Timeouts
+) -> Call[types.FleetReport]:
+    request = pb.RollbackRequest(
+        model=model,
+        reason=text("reason", reason),
+        **_chosen(options),
+    )
+    return Call("Rollback", request, _timeout_s(options, timeouts), _fleet_report)
+
+
+def fleet_abort(model: str, reason: str, timeouts: Timeouts) -> Call[types.FleetReport | None]:
+    request = pb.AbortFleetApplyRequest(model=model, reason=text("reason", reason))
+    return Call(
+        "AbortFleetApply",
+        request,
+        timeouts.call_s,
+        lambda m: _fleet_report(m) if m.HasField("fleet") else None,
+    )
+
+
+def fleet_status(model: str, timeouts: Timeouts) -> Call[types.FleetStatus]:
+    request = pb.GetFleetStatusRequest(model=model)
+    return Call(
+        "GetFleetStatus", request, timeouts.call_s, partial(from_message, types.FleetStatus)
+    )
+
+
+def _chosen(options: FleetChoices) -> dict[str, Any]:
+    pause = pause_options(options)
+    order = options.get("order", types.FleetOrder.ROLLING)
+    return {
+        "idempotency_key": made_key(options.get("idempotency_key")),
+        # An older server refuses any: where nothing is chosen there is none.
+        "pause": pause if pause.ListFields() else None,
+        "order": _ORDERS[_choice(types.FleetOrder, order, "order")],
+        "max_unavailable": most_unavailable(options.get("max_unavailable", 0)),
+        "scope": pb.SCOPE_FLEET,
+    }
+
+
+def _timeout_s(options: FleetChoices, timeouts: Timeouts) -> float:
+    return seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
+
+
+def _fleet_report(m: Any) -> types.FleetReport:
+    return from_message(types.FleetReport, m.fleet)
+
+
+def read_stream(sent: Any, call: Call[T], address: str) -> Generator[T, None, None]:
+    """Yield what `sent`, a call under way, brings; however this is left, it has ended then."""
+    try:
+        for message in sent:
+            yield call.read(message)
+    except grpc.RpcError as error:
+        raise from_rpc(error, method=call.method, address=address) from None
+    finally:
+        sent.cancel()
+
+
+async def read_stream_async(sent: Any, call: Call[T], address: str) -> AsyncGenerator[T, None]:
+    try:
+        async for message in sent:
+            yield call.read(message)
+    except grpc.RpcError as error:
+        raise from_rpc(error, method=call.method, address=address) from None
+    finally:
+        sent.cancel()

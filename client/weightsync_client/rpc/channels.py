@@ -9,14 +9,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from weightsync import __version__
-from weightsync.errors import Reason
-from weightsync.wire.addresses import is_private
-from weightsync.wire.keepalive import CLIENT_KEEPALIVE
+from weightsync.wire.grpc_channels import CLIENT_KEEPALIVE, is_private
 from weightsync_client.access import Access
-from weightsync_client.errors import refuse
+from weightsync_client.errors import invalid
 from weightsync_client.options import DEFAULT_ADDRESS, Timeouts
-
-__all__ = ["MAX_MESSAGE_BYTES", "Link"]
 
 #: Milliseconds until a data port that nobody answers for, as behind a firewall, is given up.
 _REACH_MS = 3000
@@ -47,13 +43,7 @@ _OPTIONS: _Options = [
 
 @dataclass(frozen=True)
 class Link:
-    """Where the server is and how to speak with it.
-
-    Attributes:
-        address: HOST:PORT or unix:PATH.
-        access: Token and TLS.
-        timeouts: Of all calls.
-    """
+    """Where the server is and how to speak with it; `address` is HOST:PORT or unix:PATH."""
 
     address: str
     access: Access = field(default_factory=Access)
@@ -62,12 +52,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.address:
-            raise refuse(
-                Reason.REQUEST_INVALID, "the server address is empty; use HOST:PORT or unix:PATH"
-            )
+            raise invalid("the server address is empty; use HOST:PORT or unix:PATH")
         if self.address.startswith(_URLS):
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 f"the server address is {self.address!r}, a URL; use HOST:PORT without "
                 f"{self.address.partition('://')[0]}://, or unix:PATH",
             )
@@ -87,8 +74,7 @@ class Link:
         elif port.isdecimal() and int(port[:30]) > _MAX_PORT:
             wrong = f"but ports end at {_MAX_PORT}"
         if wrong:
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 f"the server address is {self.address!r}, {wrong}; use HOST:PORT "
                 f"(weightsync-server listens on port {_DEFAULT_PORT} by default), or unix:PATH",
             )
@@ -126,15 +112,13 @@ class Link:
     def _protection(self, target: str) -> tuple[grpc.ChannelCredentials | None, _Options]:
         """Return credentials (None: plain text) and options for a target.
 
-        Raises:
-            ClientError: REQUEST_INVALID; a token would leave this host in plain text.
+        Raises REQUEST_INVALID if a token would leave in plain text.
         """
         if target.startswith("unix:"):
             return None, _OPTIONS
         private = is_private(target)
         if self._credentials is None and not private and self.access.bearer():
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 f"a token would go to {target} in plain text; set WEIGHTSYNC_TLS_CA (tls_ca) to "
                 "the CA of the server's certificate, or use 127.0.0.1 or unix:PATH",
             )

@@ -15,13 +15,12 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import ClientError, passing
 from weightsync_client.options import Retry
 from weightsync_client.rpc import calls
-from weightsync_client.rpc.engine_layout import engine_layout
+from weightsync_client.rpc.tensor_pages import engine_layout
 
 if TYPE_CHECKING:
     from weightsync_client.rpc.channels import Link
-    from weightsync_client.rpc.engine_layout import EngineLayout
+    from weightsync_client.rpc.tensor_pages import EngineLayout
 
-__all__ = ["Backoff", "Invoke", "RetryingCalls", "call_again", "call_again_async"]
 
 T = TypeVar("T")
 
@@ -36,22 +35,14 @@ _ABORT_S = 5.0
 
 
 class Invoke(Protocol):
-    """Sends one unary call."""
-
     def __call__(self, call: calls.Call[T], /) -> T:
         """Return what the call's answer says."""
 
 
-class Backoff:
+class RetryState:
     """Failures in a row of one piece of work, and how long to wait before the next try.
 
-    Args:
-        retry: How often, and how long to wait between; None: about a second, whatever the server
-            asks for.
-        timeout_s: Longest time of the work, with all tries.
-
-    Attributes:
-        failures: How many there were in a row.
+    A `retry` of None waits about a second, whatever is asked for; `timeout_s` bounds all tries.
     """
 
     def __init__(self, retry: Retry | None, timeout_s: float = math.inf) -> None:
@@ -62,20 +53,14 @@ class Backoff:
 
     @property
     def left_s(self) -> float:
-        """What is left of the time."""
         return max(0.0, self._end - time.monotonic())
 
     @property
     def exhausted(self) -> bool:
-        """There were so many failures that there is no other try."""
         return self.failures >= self._retry.attempts
 
     def delay_s(self, asked_s: float | None = None) -> float:
-        """Return how long to wait before the next try, with jitter.
-
-        Args:
-            asked_s: The least that the server asked for.
-        """
+        """Return how long to wait before the next try, with jitter, and at least `asked_s`."""
         return self._retry.delay_s(max(1, self.failures), None if self._brief else asked_s)
 
     def next_delay_s(self, error: ClientError) -> float | None:
@@ -85,29 +70,21 @@ class Backoff:
         return None if self.exhausted or delay >= self.left_s else delay
 
     def reset(self) -> None:
-        """Forget the failures: the work has come further."""
         self.failures = 0
 
 
-def _call_delay_s(backoff: Backoff, error: ClientError) -> float | None:
-    """Return how long to wait before a unary call is sent again; None: it is not.
+def _call_delay_s(backoff: RetryState, error: ClientError) -> float | None:
+    """Return the seconds to wait before a unary call is sent again, or None if it is not.
 
-    Every one is idempotent, by itself or by its key, so a lost answer may be asked for again.
-    gRPC's own retries cannot tell a broken link from TLS that does not fit.
+    Every call is idempotent. gRPC's own retries cannot tell a broken link from unfit TLS.
     """
     delay = backoff.next_delay_s(error)
     return delay if error.reason in _AWAY else None
 
 
 def call_again(send: Callable[[calls.Call[T]], T], call: calls.Call[T], retry: Retry | None) -> T:
-    """Send a call, and again while nobody answers.
-
-    Args:
-        send: Sends it once.
-        call: The call.
-        retry: See `Backoff`.
-    """
-    backoff = Backoff(retry, call.timeout_s)
+    """Send a call, and again while nobody answers; for `retry` see `RetryState`."""
+    backoff = RetryState(retry, call.timeout_s)
     while True:
         try:
             return send(replace(call, timeout_s=backoff.left_s))
@@ -121,8 +98,7 @@ def call_again(send: Callable[[calls.Call[T]], T], call: calls.Call[T], retry: R
 async def call_again_async(
     send: Callable[[calls.Call[T]], Awaitable[T]], call: calls.Call[T], retry: Retry | None
 ) -> T:
-    """Do the same as `call_again` on the event loop."""
-    backoff = Backoff(retry, call.timeout_s)
+    backoff = RetryState(retry, call.timeout_s)
     while True:
         try:
             return await send(replace(call, timeout_s=backoff.left_s))
@@ -134,19 +110,7 @@ async def call_again_async(
 
 
 class RetryingCalls:
-    """Asks again until there is an answer, the retries are used up, or `stop` is set.
-
-    Args:
-        link: To the server.
-        invoke: Sends unary calls.
-        retry: How often, and how long to wait between.
-        stop: Ends the waiting.
-        writer: Which of several processes that push this is.
-
-    Attributes:
-        retry: As given.
-        stop: As given.
-    """
+    """Asks again until there is an answer, the retries are used up, or `stop` is set."""
 
     def __init__(
         self,
@@ -157,7 +121,7 @@ class RetryingCalls:
         writer: int = 0,
     ) -> None:
         self._writer = writer
-        self._timeouts = link.timeouts
+        self.link = link
         self._invoke = invoke
         self.retry = retry
         self.stop = stop
@@ -167,11 +131,9 @@ class RetryingCalls:
     ) -> pb.BeginPushResponse:
         """Open a push, or join the one under its key; one of other bytes is dropped first.
 
-        Args:
-            request: The call.
-            sizes: Bytes of each of our shards, by index; None: not known.
+        `sizes` has the bytes of each of our shards, by index; None: not known.
         """
-        call = calls.begin_push(request, self._timeouts)
+        call = calls.begin_push(request, self.link.timeouts)
         try:
             reply = self._persist(call)
         except ClientError as error:
@@ -184,18 +146,13 @@ class RetryingCalls:
                 return reply
             other = reply.push_id
         # Under the caller's key lies a try with other bytes: in full, or as a delta.
-        self._persist(calls.abort_push(other, self._timeouts))
+        self._persist(calls.abort_push(other, self.link.timeouts))
         return self._persist(call)
 
     def engine_layout(self, model: str, known: EngineLayout | None) -> EngineLayout | None:
-        """Return what the engines hold; None: that is not known, or this server does not tell.
-
-        Args:
-            model: Name of the model.
-            known: What they held when they were last asked; it is returned if they still do.
-        """
+        """Return what the engines hold, or `known` if they still do; None: nobody can tell."""
         try:
-            return engine_layout(self._persist, self._timeouts, model, known)
+            return engine_layout(self._persist, self.link.timeouts, model, known)
         except ClientError as error:
             if error.reason is not Reason.NOT_SUPPORTED:
                 raise
@@ -203,22 +160,13 @@ class RetryingCalls:
             return None
 
     def get(self, push_id: str, stop: threading.Event | None = None) -> pb.GetPushResponse:
-        """Return how far a push has come.
-
-        Args:
-            push_id: Its name.
-            stop: Ends the waiting in place of that of all calls.
-        """
-        return self._persist(calls.get_push(push_id, self._timeouts, self._writer), stop)
+        """Return how far a push has come; `stop` takes the place of the `stop` of all calls."""
+        return self._persist(calls.get_push(push_id, self.link.timeouts, self._writer), stop)
 
     def commit(self, push_id: str, digest: str, shards: int, cast: int) -> pb.CommitPushResponse:
-        """Commit a push.
+        """Commit a push of which so many tensors were `cast`.
 
-        Args:
-            push_id: Its name.
-            digest: Content digest of what was sent; empty: not known.
-            shards: How many there are.
-            cast: Tensors that were cast.
+        `digest` is the content digest of what was sent, or "" if not known.
         """
         request = pb.CommitPushRequest(
             push_id=push_id,
@@ -227,11 +175,11 @@ class RetryingCalls:
             writer=self._writer,
             cast_tensors=cast,
         )
-        return self._persist(calls.commit_push(request, self._timeouts))
+        return self._persist(calls.commit_push(request, self.link.timeouts))
 
     def abort(self, push_id: str, reason: str = "") -> ClientError | None:
         """Try for a few seconds to drop a push; return why it may still be there."""
-        call = calls.abort_push(push_id, self._timeouts, reason=reason, writer=self._writer)
+        call = calls.abort_push(push_id, self.link.timeouts, reason=reason, writer=self._writer)
         try:
             self._invoke(replace(call, timeout_s=_ABORT_S))
         except ClientError as error:
@@ -239,7 +187,7 @@ class RetryingCalls:
         return None
 
     def _persist(self, call: calls.Call[T], stop: threading.Event | None = None) -> T:
-        backoff, stop = Backoff(self.retry), stop or self.stop
+        backoff, stop = RetryState(self.retry), stop or self.stop
         while True:
             try:
                 return self._invoke(call)

@@ -7,26 +7,19 @@ import operator
 import reprlib
 from collections.abc import Mapping
 
-from weightsync.errors import Reason
 from weightsync.model.manifest import MAX_VERSION
-from weightsync_client.errors import ClientError, refuse
-
-__all__ = ["flag", "metadata", "seconds", "text", "whole_number"]
+from weightsync_client.errors import ClientError, invalid
 
 # A year, in seconds: more is a mistake, or does not fit into a deadline.
 _MOST_S = 366 * 86400
 
 
 def _wrong(what: str, value: object, remedy: str) -> ClientError:
-    return refuse(Reason.REQUEST_INVALID, f"{what} is {reprlib.repr(value)}; use {remedy}")
+    return invalid(f"{what} is {reprlib.repr(value)}; use {remedy}")
 
 
 def whole_number(what: str, value: object, least: int = 0) -> int:
-    """Return a version, an epoch or a count.
-
-    Raises:
-        InvalidError: It is no whole number, or less than `least`, or more than 2^53-1.
-    """
+    """Return a version, an epoch or a count, from `least` to 2^53-1, or raise InvalidError."""
     try:
         # Anything that counts as a whole number, such as NumPy's.
         number = operator.index(value)  # type: ignore[arg-type] # it raises TypeError
@@ -38,11 +31,6 @@ def whole_number(what: str, value: object, least: int = 0) -> int:
 
 
 def seconds(what: str, value: object) -> float:
-    """Return a time.
-
-    Raises:
-        InvalidError: It is no number of seconds that a call may take.
-    """
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     time = float(value) if number else -1.0  # type: ignore[arg-type] # as checked
     if not 0 <= time <= _MOST_S:
@@ -51,22 +39,14 @@ def seconds(what: str, value: object) -> float:
 
 
 def flag(what: str, value: object) -> bool:
-    """Return a choice of yes or no; what only counts as true in Python is refused.
-
-    Raises:
-        InvalidError: It is neither True nor False.
-    """
+    """Return a choice of yes or no; what only counts as true in Python is refused."""
     if not isinstance(value, bool):
         raise _wrong(what, value, "True or False")
     return value
 
 
 def text(what: str, value: object) -> str:
-    """Return a string that can be sent.
-
-    Raises:
-        InvalidError: It is no string, or one that UTF-8 cannot hold.
-    """
+    """Return a string that UTF-8 can hold, or raise InvalidError."""
     if not isinstance(value, str):
         raise _wrong(what, value, "a string")
     try:
@@ -77,11 +57,7 @@ def text(what: str, value: object) -> str:
 
 
 def metadata(value: object) -> dict[str, str]:
-    """Return metadata of a version; numbers become text as `str` writes them.
-
-    Raises:
-        InvalidError: Naming the key whose value is neither text nor a number.
-    """
+    """Return metadata of a version; numbers become text as `str` writes them."""
     if not isinstance(value, Mapping):
         raise _wrong("metadata", value, "a dict of strings")
     return {

@@ -1,34 +1,31 @@
-"""The shards of a delta: encoded one after the other while those before are on their way."""
+"""The shards of a delta: grouped, encoded and packed while those before are on their way."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from weightsync.delta import EncodedShard, Encoder
+import numpy as np
+
+from weightsync.delta import EncodedShard, Encoder, Item, encode_shard
 from weightsync.delta.coding import element_width
 from weightsync.errors import Reason
 from weightsync.model.digest import content_digest, tensor_digest
+from weightsync.model.layout import MAX_NAME_BYTES
 from weightsync_client.errors import refuse
-from weightsync_client.push_reasons import PAYS_BELOW, Fallback, Unfit
-from weightsync_client.snapshot.copy_budget import room_for
-from weightsync_client.snapshot.host_tensor import all_bytes, snapshot_source
-from weightsync_client.snapshot.snapshot import Snapshot
+from weightsync_client.push_reasons import PAYS_BELOW, DeltaUnsuitable, Fallback
+from weightsync_client.snapshot.host_tensor import SnapshotTensor, all_bytes, snapshot_source
+from weightsync_client.snapshot.snapshot import BaseVersion, Snapshot, room_for
 from weightsync_client.source.shards import Shard, blob_shard
-from weightsync_client.source.tensors import Scratch
+from weightsync_client.source.slice_shards import SliceShard
+from weightsync_client.source.tensor_stream import TensorStream
+from weightsync_client.source.tensors import Scratch, SourceTensor
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
-
-    from weightsync_client.snapshot.host_tensor import SnapshotTensor
-    from weightsync_client.snapshot.snapshot import BaseVersion
-    from weightsync_client.source.tensors import SourceTensor
-
-__all__ = ["DeltaShards", "default_threads"]
 
 _MOST_THREADS = 8
 
@@ -39,18 +36,14 @@ def default_threads() -> int:
 
 
 class DeltaShards(Iterable[Shard]):
-    """What changed since a base. Shards stay until the commit: they are what the base becomes.
+    """What changed since a base. Shards stay until the commit, because the base becomes them.
 
-    Iterating makes the shards; iterating again gives those that were made, then makes the rest. The
-    caller's tensors are not in use any more once all were made.
+    Iterating makes the shards; iterating again gives those that were made, then makes the rest.
+    Once all were made, the caller's tensors are not in use any more.
 
-    Args:
-        groups: The tensors of the new version, those of each shard together.
-        base: What they are compared with; it must not change meanwhile.
-        zstd: Whether streams are packed.
-        most_changed: Share of changed elements from which on all is sent.
-        partial: Tensors that the groups lack stay as they are in the base.
-        every: Groups in which nothing changed make a shard as well.
+    Each of `groups` becomes one shard. `base` must not change meanwhile. If the share of changed
+    elements reaches `most_changed`, all is sent. With `partial`, tensors that the groups lack stay
+    as in the base. With `every`, unchanged groups make a shard as well.
     """
 
     def __init__(
@@ -87,7 +80,6 @@ class DeltaShards(Iterable[Shard]):
             at += 1
 
     def _make(self) -> bool:
-        """Encode the next shard; returns False when there is none."""
         if self.whole:
             return False
         while taken := next(self._groups, []):
@@ -114,7 +106,7 @@ class DeltaShards(Iterable[Shard]):
             self._refuse_other(tensor)
         size = sum(tensor.size for tensor in group)
         if not room_for(size):
-            raise Unfit(Fallback.NO_ROOM, "memory is too short for the shards of a delta")
+            raise DeltaUnsuitable(Fallback.NO_ROOM, "memory is too short for the shards of a delta")
         encoded = self._encoder.encode_shard(
             self._base.items(group, Scratch()),
             base_content_digest=self._base.content_digest,
@@ -136,10 +128,12 @@ class DeltaShards(Iterable[Shard]):
         # A quarter of all bytes is a fair sample; and more than all is never sent.
         judged = self._compared * 4 >= self._base.size
         if judged and self._changed > self._most_changed * self._elements:
-            raise Unfit(Fallback.TOO_DENSE, f"{self.changed_fraction:.0%} of what was seen changed")
+            raise DeltaUnsuitable(
+                Fallback.TOO_DENSE, f"{self.changed_fraction:.0%} of what was seen changed"
+            )
         dense = self._compared if judged else self._base.size
         if self._compared and self._size > PAYS_BELOW * dense:
-            raise Unfit(
+            raise DeltaUnsuitable(
                 Fallback.TOO_DENSE,
                 f"{self._size} bytes of changes in {self._compared} bytes are hardly fewer",
             )
@@ -156,7 +150,7 @@ class DeltaShards(Iterable[Shard]):
                 f"{self._base.version}, whose other tensors a partial push keeps, it is {kept}; "
                 "leave it out, or push all tensors",
             )
-        raise Unfit(
+        raise DeltaUnsuitable(
             Fallback.LAYOUT_CHANGED,
             f"version {self._base.version} has no {tensor.label} of that dtype and shape",
         )
@@ -164,26 +158,21 @@ class DeltaShards(Iterable[Shard]):
     def _refuse_missing(self) -> None:
         missing = self._base.tensors.keys() - self._digests.keys()
         if missing:
-            raise Unfit(
+            raise DeltaUnsuitable(
                 Fallback.LAYOUT_CHANGED,
                 f"version {self._base.version} has {min(missing)!r} as well",
             )
 
     @property
     def begun(self) -> bool:
-        """True once a tensor was encoded."""
         return bool(self._digests)
 
     def read_again(self) -> tuple[dict[str, SnapshotTensor], list[SourceTensor]]:
         """Return what was taken from the groups, as if nothing had been.
 
-        The base becomes what the tensors were that were encoded, and holds a mixture afterwards.
-
-        Returns:
-            Those, and all that was taken: from the base where it was encoded.
-
-        Raises:
-            ClientError: DATA_CORRUPT: the base was not what it was taken for.
+        The base takes the values of the encoded tensors, and is a mixture afterwards. Returns
+        those, and all that was taken. Raises DATA_CORRUPT if the base was not what it was taken
+        for.
         """
         base = self._base
         if not isinstance(base, Snapshot):
@@ -201,7 +190,6 @@ class DeltaShards(Iterable[Shard]):
         return encoded, sources + self._taken
 
     def close(self) -> None:
-        """End the threads that encode, and let go of all tensors and shards."""
         self._encoder.close()
         self._base.forget()
         self._base = replace(self._base, tensors={})
@@ -209,32 +197,26 @@ class DeltaShards(Iterable[Shard]):
 
     @property
     def blobs(self) -> list[NDArray[np.uint8]]:
-        """The bytes of the shards that were made."""
         return [made.blob for made in self._made]
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Bytes of every shard that was made, by index."""
         return {made.index: made.blob.nbytes for made in self._made}
 
     @property
     def digests(self) -> Mapping[str, bytes]:
-        """Digest of every tensor that was encoded, by name."""
         return self._digests
 
     @property
     def base_content_digest(self) -> str:
-        """Content digest of the base."""
         return self._base.content_digest
 
     @property
     def base_version(self) -> int:
-        """Number of the base."""
         return self._base.version
 
     @property
     def content_digest(self) -> str:
-        """Content digest of the new version, from the digests of all its tensors."""
         return content_digest(
             (name, old.dtype, old.shape, self._digests.get(name, old.digest))
             for name, old in self._base.tensors.items()
@@ -242,5 +224,124 @@ class DeltaShards(Iterable[Shard]):
 
     @property
     def changed_fraction(self) -> float:
-        """Share of the elements that changed."""
         return self._changed / self._elements if self._elements else 0.0
+
+
+def of_boxes(shards: Iterable[Shard]) -> Iterator[list[SourceTensor]]:
+    """Yield the boxes that are sent of each shard; DeltaUnsuitable: a name is too long."""
+    for shard in shards:
+        boxes = [local.bytes for local in shard.sent] if isinstance(shard, SliceShard) else []
+        for box in boxes:
+            if len(box.name.encode()) > MAX_NAME_BYTES:
+                raise DeltaUnsuitable(Fallback.REFUSED, f"{box.name[:100]!r}... is too long a name")
+        if boxes:
+            yield boxes
+
+
+def box_deltas(shards: Iterable[Shard], deltas: DeltaShards) -> list[Shard]:
+    """Return shards sent as what changed; the caller's tensors are not in use any more.
+
+    All are made first: what a process has declared of a shard stays so. `deltas` has the groups
+    that `of_boxes` makes of `shards`, none made yet. Raises DeltaUnsuitable if it would not be much
+    less than all.
+    """
+    made = iter(deltas)
+    return [
+        shard.as_changed(next(made), deltas.digests)
+        if isinstance(shard, SliceShard) and shard.sent
+        else shard
+        for shard in shards
+    ]
+
+
+#: Bytes of one shard, or a sixteenth of all source bytes: the first is on its way early, and a
+#: large model is no heap of little files. A thousand hosts that follow a bucket ask for each
+#: object, and a bucket answers so many requests in a second and no more.
+_GROUP_BYTES, _GROUPS = 64 << 20, 16
+#: Below it a sample says that next to nothing has changed.
+_LEAST_RATIO = 1e-4
+
+
+def by_size(
+    tensors: Iterable[SourceTensor], threads: int, ratio: float = 1.0
+) -> Iterator[list[SourceTensor]]:
+    """Yield groups for one shard each, largest tensors first.
+
+    Beside its largest tensor, which keeps one thread busy, a group has enough for the others.
+    `ratio` is the size of its shard by that of its tensors, as seen in a sample.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -tensor.size)
+    worth = int(_GROUP_BYTES / max(ratio, _LEAST_RATIO))
+    least = max(worth, sum(tensor.size for tensor in ordered) // _GROUPS)
+    yield from _grouped(ordered, least, threads)
+
+
+def as_they_come(flow: TensorStream, total: int) -> Iterator[list[SourceTensor]]:
+    """Yield groups in the order of an iterable of about `total` bytes; one is held at a time."""
+    yield from _grouped(flow, min(max(_GROUP_BYTES, total // _GROUPS), flow.shard_bytes), 0)
+
+
+def _grouped(
+    tensors: Iterable[SourceTensor], least: int, firsts: int
+) -> Iterator[list[SourceTensor]]:
+    """Yield groups of at least so many bytes, and so many times those of their first tensor."""
+    group: list[SourceTensor] = []
+    size = 0
+    for tensor in tensors:
+        group.append(tensor)
+        size += tensor.size
+        if size >= max(least, firsts * group[0].size):
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+#: Pieces, and bytes of each: together some 4 MB, encoded within milliseconds.
+_PIECES, _PIECE_BYTES = 64, 64 << 10
+#: Of fewer bytes nothing is gained by knowing before.
+_LEAST_BYTES = 16 << 20
+_NO_DIGEST = "0" * 32
+
+
+class Sample(NamedTuple):
+    """What pieces show: the `ratio` of a delta's bytes to all, the share of elements `changed`."""
+
+    ratio: float
+    changed: float
+
+
+def _places(tensors: Sequence[SourceTensor], total: int) -> Iterator[tuple[SourceTensor, int]]:
+    """Yield tensors and offsets that lie evenly in the sequence of all bytes."""
+    step, wanted, passed = total // _PIECES, 0, 0
+    for tensor in tensors:
+        while wanted < passed + tensor.size:
+            yield tensor, wanted - passed
+            wanted += step
+        passed += tensor.size
+
+
+def sampled(tensors: Sequence[SourceTensor], base: Snapshot, *, zstd: bool) -> Sample:
+    """Return how a delta would come out, roughly; zeros for what is small anyway."""
+    total = sum(tensor.size for tensor in tensors)
+    if total < _LEAST_BYTES:
+        return Sample(0.0, 0.0)
+    items, scratch, opened, elements = [], Scratch(), None, 0
+    for number, (tensor, offset) in enumerate(_places(tensors, total)):
+        if opened is None or opened[0] is not tensor:
+            opened = tensor, tensor.reader(scratch)
+        width = element_width(tensor.dtype)
+        begin = min(offset, max(0, tensor.size - _PIECE_BYTES)) // width * width
+        end = min(begin + _PIECE_BYTES, tensor.size)
+        before = base.tensors[tensor.name].window(begin, end)
+        after = np.frombuffer(opened[1](begin, end), np.uint8)
+        # Pieces in bytes: shapes do not matter, and dtypes below a byte have none of their own.
+        dtype = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}[width]
+        elements += len(after) // width
+        items.append(Item(str(number), dtype, (len(after) // width,), before, after, b"\0" * 16))
+    shard = encode_shard(
+        items, zstd=zstd, base_content_digest=_NO_DIGEST, layout_digest=_NO_DIGEST, index=0
+    )
+    streams = sum(stats.stored_bytes for stats in shard.stats)
+    dense = sum(stats.dense_bytes for stats in shard.stats)
+    return Sample(streams / dense, sum(stats.nnz for stats in shard.stats) / elements)

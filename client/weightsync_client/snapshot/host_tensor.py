@@ -1,4 +1,4 @@
-"""One tensor of the last version, on the host."""
+"""One tensor of the last version: on the host, or at the server alone."""
 
 from __future__ import annotations
 
@@ -8,24 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from weightsync.delta import Changes, Item, Later, TensorChange, apply_change
+from weightsync.delta import Changes, Item, Later, TensorChange, WholeTensor, apply_change
 from weightsync.model.digest import tensor_digest
-from weightsync_client.source.tensors import Scratch, SourceTensor
+from weightsync_client.source.tensors import Read, Scratch, SourceTensor
+from weightsync_client.types import TensorInfo
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from weightsync_client.source.tensors import Read
-
-__all__ = [
-    "BaseTensor",
-    "HostTensor",
-    "SnapshotTensor",
-    "all_bytes",
-    "own_scratch",
-    "snapshot_source",
-]
 
 #: Memory of more bytes is not kept for the next tensor.
 _KEPT = 256 << 20
@@ -52,13 +43,7 @@ def _own_room(size: int) -> NDArray[np.uint8]:
 
 
 class BaseTensor(Protocol):
-    """One tensor of a version that a delta is made against.
-
-    Attributes:
-        dtype: safetensors dtype name.
-        shape: Dimensions in elements.
-        digest: xxh3-128 of its bytes; empty until they are whole.
-    """
+    """One tensor that a delta is made against; its `digest`, xxh3-128, is empty until whole."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,10 +57,7 @@ class BaseTensor(Protocol):
         """Return the tensor before and after, for the encoder."""
 
     def advance(self, change: TensorChange) -> None:
-        """Become what the delta says, the last one whose `item` was asked for.
-
-        On a device that is queued: whoever waits for it there waits for this.
-        """
+        """Become what the delta of the last `item` says; on a device that is only queued."""
 
     def forget(self) -> None:
         """Let go of what a delta that was not committed has left."""
@@ -102,13 +84,7 @@ def all_bytes(
 ) -> NDArray[np.uint8]:
     """Return the bytes of a tensor, without a copy where its library allows that.
 
-    Args:
-        tensor: Any.
-        scratch: What a device's bytes come through.
-        room: Takes those of a tensor that lies on a device; None: memory of their own.
-
-    Raises:
-        InvalidError: Its library cannot give them.
+    A device's come through `scratch` into `room`, or with None into new memory.
     """
     if not tensor.size:
         return np.empty(0, np.uint8)
@@ -120,8 +96,6 @@ def all_bytes(
 
 
 def snapshot_source(name: str, tensor: SnapshotTensor) -> SourceTensor:
-    """Return the tensor that is held, to be pushed."""
-
     def open_tensor(_: Scratch) -> Read:
         return lambda begin, end: tensor.window(begin, end).data
 
@@ -129,14 +103,7 @@ def snapshot_source(name: str, tensor: SnapshotTensor) -> SourceTensor:
 
 
 class HostTensor:
-    """The bytes of one tensor as they were last committed.
-
-    Attributes:
-        dtype: safetensors dtype name.
-        shape: Dimensions in elements.
-        data: All its bytes.
-        digest: xxh3-128 of them; empty until they are whole.
-    """
+    """A `SnapshotTensor` on the host; its `digest` is empty until `data` is whole."""
 
     __slots__ = ("data", "digest", "dtype", "shape")
 
@@ -150,24 +117,19 @@ class HostTensor:
         self.digest = b""
 
     def keep(self, offset: int, piece: memoryview) -> None:
-        """Take bytes that were sent."""
         self.data[offset : offset + len(piece)] = np.frombuffer(piece, np.uint8)
 
     def seal(self, digest: bytes) -> None:
-        """Note the digest of what was kept, which is whole now."""
         self.digest = digest
 
     def fill(self, tensor: SourceTensor, scratch: Scratch) -> None:
-        """Take a copy of a tensor as it is now."""
         tensor.copy_into(self.data, scratch)
         self.digest = tensor_digest(self.data.data)
 
     def window(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return bytes begin to end."""
         return self.data[begin:end]
 
     def item(self, tensor: SourceTensor, scratch: Scratch) -> Item | Later:
-        """Return the tensor before and after, for the encoder."""
         if tensor.device is None or not tensor.in_place:
             # What must be gathered on its device first takes room there: one at a time.
             return self._item(tensor, all_bytes(tensor, scratch))
@@ -181,8 +143,34 @@ class HostTensor:
         return Item(tensor.name, self.dtype, self.shape, self.data, new, self.digest)
 
     def advance(self, change: TensorChange) -> None:
-        """Become what the delta says."""
         apply_change(change, self.data)
+        self.digest = change.digest
+
+    def forget(self) -> None:
+        """Do nothing: a delta leaves nothing here."""
+
+
+class RemoteTensor:
+    """See `BaseTensor`: what is known of a tensor without its bytes."""
+
+    __slots__ = ("digest", "dtype", "shape")
+
+    device = None
+
+    def __init__(self, info: TensorInfo) -> None:
+        self.dtype, self.shape = info.dtype, info.shape
+        self.digest = bytes.fromhex(info.digest)
+
+    def item(self, tensor: SourceTensor, scratch: Scratch) -> Later:
+        """All of it is sent, unless its digest is the same."""
+        del scratch
+        return Later(tensor.name, self.dtype, self.shape, partial(self._read, tensor))
+
+    def _read(self, tensor: SourceTensor) -> WholeTensor:
+        new = all_bytes(tensor, own_scratch())
+        return WholeTensor(tensor.name, self.dtype, self.shape, new, self.digest)
+
+    def advance(self, change: TensorChange) -> None:
         self.digest = change.digest
 
     def forget(self) -> None:

@@ -1,41 +1,34 @@
 """Tensors in the dtypes that the engine has, cast piece by piece as they are read, and checked.
 
-Nothing is cast before it is read, and no more is kept of it than whoever reads keeps: of a tensor
-on a device a piece is cast there; of one that is compared there, all of it for its turn.
+A cast holds no more than its reader keeps: one piece of a tensor on a device, or all of it while it
+is compared there.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from weightsync.errors import Reason
 from weightsync.model.dtypes import DTYPE_BITS
-from weightsync_client.errors import ClientError, refuse
+from weightsync_client.errors import ClientError, invalid
 from weightsync_client.source.sharded_tensors import BoxSource
+from weightsync_client.source.tensors import device_reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     import torch
 
-    from weightsync_client.rpc.engine_layout import EngineLayout, EngineTensor
+    from weightsync_client.rpc.tensor_pages import EngineLayout, EngineTensor
     from weightsync_client.source.tensors import Read, Scratch, SourceTensor
 
-__all__ = ["CastTensors", "Casting"]
 
 #: What is cast among each other; see `weightsync.model.float_casts`, which needs NumPy.
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 class CastTensors(NamedTuple):
-    """What was cast of a push.
-
-    Attributes:
-        total: How many tensors.
-        example: The first of them, and from what to what; empty: none.
-    """
+    """What was cast of a push; `example` says from what to what for the first one, or ""."""
 
     total: int = 0
     example: str = ""
@@ -44,14 +37,8 @@ class CastTensors(NamedTuple):
 class Casting:
     """How the tensors of one push are sent; threads may share it.
 
-    Args:
-        layout: What the engine holds; None: it is not known, and all is sent as it is.
-        exact: What would be cast is refused.
-        finite: NaN and infinity are refused.
-
-    Attributes:
-        layout: As given.
-        cast: What was cast so far.
+    Without a `layout`, which is what the engine holds, all is sent as it is. `exact` refuses casts,
+    and `finite` refuses NaN and infinity.
     """
 
     def __init__(
@@ -65,21 +52,15 @@ class Casting:
         self.cast = CastTensors()
 
     def all(self, tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
-        """Return tensors as they are sent; see `tensor`."""
         if not self._kinds and not self._finite:
             return list(tensors)
         return [self.tensor(tensor) for tensor in tensors]
 
     def tensor(self, tensor: SourceTensor) -> SourceTensor:
-        """Return a tensor as it is sent.
-
-        Raises:
-            ClientError: REQUEST_INVALID: it would have to be cast, and must not be.
-        """
+        """Return a tensor as it is sent; refuse one that would have to be cast and must not be."""
         return self._as(tensor, self._wanted(tensor))
 
     def boxes(self, source: BoxSource) -> BoxSource:
-        """Return what a process holds of a tensor as it is sent; see `tensor`."""
         wanted = self._wanted(source.whole)
         boxes = tuple((box, self._as(tensor, wanted)) for box, tensor in source.boxes)
         return source._replace(whole=replace(source.whole, dtype=wanted), boxes=boxes)
@@ -93,8 +74,7 @@ class Casting:
         if kind is None or not _casts(tensor.dtype, kind.dtype):
             return tensor.dtype
         if self._exact:
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 f"convert {tensor.label} to {kind.dtype}, or push without dtype='exact' to have "
                 f"that done: it is {tensor.dtype} {list(tensor.shape)}, the engine has "
                 f"{kind.dtype} {list(kind.shape)}",
@@ -132,20 +112,13 @@ def _checked() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is done with the bytes of a tensor as they are read.
-
-    Attributes:
-        tensor: As it was given.
-        wanted: The dtype that it is sent in.
-        finite: Whether all of its values have to be finite.
-    """
+    """What is done with a tensor's bytes as they are read; `wanted` is the dtype that is sent."""
 
     tensor: SourceTensor
     wanted: str
     finite: bool
 
     def open(self, scratch: Scratch) -> Read:
-        """Give a function that reads ranges of the bytes as they are sent."""
         tensor = self.tensor
         width = DTYPE_BITS[self.wanted] // 8
         if tensor.flat is None:
@@ -195,27 +168,11 @@ class _Work:
 
     def _from_device(self, flat: torch.Tensor, device: torch.device, scratch: Scratch) -> Read:
         given, width = DTYPE_BITS[self.tensor.dtype] // 8, DTYPE_BITS[self.wanted] // 8
-        block, size = scratch.block(device), len(flat) // given * width
-        cached = range(0)
 
         def part(first: int, last: int) -> torch.Tensor:
             return self._of_torch(flat[first * given : last * given], first)
 
-        def read(begin: int, end: int) -> memoryview | bytes:
-            # Bytes, not a view, in most cases: the block is shared by all tensors of the stream.
-            nonlocal cached
-            first, last = begin // width, -(-end // width)
-            if (last - first) * width > len(block):
-                whole: bytes = part(first, last).cpu().numpy().tobytes()
-                return whole[begin - first * width : end - first * width]
-            if not (cached.start <= begin and end <= cached.stop):
-                stop = min(first * width + len(block) // width * width, size)
-                cached = range(first * width, stop)
-                block[: len(cached)].copy_(part(first, stop // width))
-            found = block[begin - cached.start : end - cached.start].numpy()
-            return found.data if scratch.views else found.tobytes()
-
-        return read
+        return device_reader(part, len(flat) // given * width, width, device, scratch)
 
     def _of_torch(self, flat: torch.Tensor, first: int) -> torch.Tensor:
         from weightsync_client.source import torch_casts
@@ -224,16 +181,7 @@ class _Work:
         return made
 
     def _done(self, library: Any, data: Any, first: int) -> Any:
-        """Return whole elements, in bytes, as they are sent.
-
-        Args:
-            library: Works on such bytes.
-            data: Those of the elements as they were given.
-            first: Position of the first of them in the tensor.
-
-        Raises:
-            ClientError: REQUEST_INVALID: one cannot be sent.
-        """
+        """Return the bytes of whole elements as they are sent; the first has position `first`."""
         given = self.tensor.dtype
         if self.finite and (word := library.find(data, given)) >= 0:
             per_element = DTYPE_BITS[given] // 8 // _checked()[given].width
@@ -250,15 +198,13 @@ class _Work:
             raise self._beyond(first + error.index, error.value) from None
 
     def _not_finite(self, at: int) -> ClientError:
-        return refuse(
-            Reason.REQUEST_INVALID,
+        return invalid(
             f"restore finite weights, or push without check_finite: element {at} of "
             f"{self.tensor.label} is NaN or infinite",
         )
 
     def _beyond(self, at: int, value: float) -> ClientError:
-        return refuse(
-            Reason.REQUEST_INVALID,
+        return invalid(
             f"keep the values of {self.tensor.label} within the range of {self.wanted}, which the "
             f"engine has, or serve a checkpoint of {self.tensor.dtype}: element {at} is "
             f"{value:g}, which a cast would make infinite",

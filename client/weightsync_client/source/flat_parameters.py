@@ -1,7 +1,8 @@
-"""What a process holds of models with flat parameters: PyTorch's FSDP1 and DeepSpeed's ZeRO-3.
+"""Trainers whose ranks act together, and flat parameters: PyTorch's FSDP1 and DeepSpeed's ZeRO-3.
 
-Both lay tensors out in a row and cut that into one range for each process. Nothing is gathered, and
-no other process takes part. Neither library is imported: who has such a model has done so.
+Both lay tensors out in a row and cut that into one range for each process. Nothing is gathered, no
+other process takes part, and neither library is imported. A rank that raised alone would leave the
+others in the next collective of the training.
 """
 
 # ruff: noqa: SLF001 - neither library has a public name for what a process holds
@@ -9,36 +10,28 @@ no other process takes part. Neither library is imported: who has such a model h
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from weightsync.errors import Reason
-from weightsync_client.errors import refuse
-from weightsync_client.source.flat_ranges import FlatRange
+from weightsync_client.errors import ClientError, invalid
+from weightsync_client.source.sharded_tensors import FlatRange, is_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
 
-__all__ = ["flat_ranges_of", "has_flat_parameters", "whole_state"]
 
 #: By the module that has a parameter, and its name in there.
 Ranges = dict[Any, dict[str, FlatRange]]
 
 
 def has_flat_parameters(module: torch.nn.Module) -> bool:
-    """Whether FSDP1 or ZeRO-3 has parted parameters of a module."""
     return bool(_fsdp1_units(module)) or any(map(_is_parted, module.parameters()))
 
 
 def flat_ranges_of(module: torch.nn.Module) -> Ranges:
-    """Return what this process holds of the flat parameters of a module, and of its parts.
-
-    A parameter with several names is the same range under each.
-
-    Raises:
-        InvalidError: What it holds of one of them cannot be pushed.
-    """
+    """Return what this process holds of a module's flat parameters, under each of their names."""
     ranges: Ranges = {}
     for unit in _fsdp1_units(module):
         if unit._handle is not None:
@@ -48,7 +41,7 @@ def flat_ranges_of(module: torch.nn.Module) -> Ranges:
         for name, parameter in part._parameters.items():
             if parameter is not None and _is_parted(parameter):
                 if id(parameter) not in known:
-                    known[id(parameter)] = _of_zero3(_joined(path, name), parameter)
+                    known[id(parameter)] = _of_zero3(joined(path, name), parameter)
                 ranges.setdefault(part, {})[name] = known[id(parameter)]
     return ranges
 
@@ -56,13 +49,7 @@ def flat_ranges_of(module: torch.nn.Module) -> Ranges:
 def whole_state(
     module: torch.nn.Module, model: torch.nn.Module, ranges: Ranges
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the state dict of a model would have, but for flat parameters without bytes.
-
-    Args:
-        module: The model with all that is around it.
-        model: The part whose state is meant.
-        ranges: Of the flat parameters.
-    """
+    """Yield the state dict of `model`, a part of `module`; flat parameters are without bytes."""
     dtypes = _buffer_dtypes(module)
     for path, part in model.named_modules(remove_duplicate=False):
         tensors = {
@@ -75,10 +62,10 @@ def whole_state(
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 tensors[name] = buffer.to(dtypes.get(id(buffer), buffer.dtype))
         for name, tensor in tensors.items():
-            yield _joined(path, name), tensor
+            yield joined(path, name), tensor
 
 
-def _joined(path: str, name: str) -> str:
+def joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
@@ -87,7 +74,7 @@ def _is_parted(parameter: Any) -> bool:
 
 
 def _refused(name: str, problem: str) -> Exception:
-    return refuse(Reason.REQUEST_INVALID, f"parameter {name!r} {problem}")
+    return invalid(f"parameter {name!r} {problem}")
 
 
 # FSDP1.
@@ -181,3 +168,127 @@ def _of_zero3(name: str, parameter: Any) -> FlatRange:
     count = max(0, min(partition.ds_numel, parameter.ds_numel - begin))
     whole = torch.empty(parameter.ds_shape, dtype=partition.dtype, device="meta")
     return FlatRange(whole, begin, partition.detach().reshape(-1)[:count])
+
+
+T = TypeVar("T")
+
+
+def holds_parts(model: Any) -> bool:
+    """Whether a rank has parts of a model, as with FSDP, ZeRO-3 or tensor parallel, and not all."""
+    if has_flat_parameters(model) or any(map(is_sharded, model.parameters())):
+        return True
+    # Between a forward pass and the next backward, FSDP2 may show whole parameters.
+    fsdp2 = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return any(isinstance(module, fsdp2) for module in model.modules())
+
+
+class RankGoneError(RuntimeError):
+    """A rank does not talk to the others any more."""
+
+
+class TrainerRanks:
+    """All ranks of torch.distributed; each calls the same methods in the same order.
+
+    To make one is such a call. Where one has gone, what it says to the others raises
+    `RankGoneError`. A `group` of None is the default one.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        import torch.distributed
+
+        self._distributed: Any = torch.distributed
+        self._group = group
+        self.count: int = self._distributed.get_world_size()
+        self.number: int = self._distributed.get_rank()
+        self._name: str = self.agree(uuid.uuid4().hex)
+        self._keys = 0
+
+    def for_a_thread(self) -> TrainerRanks:
+        """Return the same ranks for another thread; end them with `close`.
+
+        Two threads in one group would mix up what they say.
+        """
+        return TrainerRanks(self._distributed.new_group(backend="gloo"))
+
+    def close(self) -> None:
+        # Whoever ends torch.distributed has ended it before.
+        if self._group is not None and self._distributed.is_initialized():
+            self._distributed.destroy_process_group(self._group)
+
+    def agree(self, value: T) -> T:
+        """Return the value of rank 0; a small one that can be pickled."""
+        values = [value]
+        with _name_gone_rank():
+            self._distributed.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def next_key(self) -> str:
+        """Return a key that all ranks get, and that none gets again."""
+        self._keys += 1
+        return f"{self._name}/{self._keys}"
+
+    def together(self, call: Callable[[], T]) -> T:
+        """Call it on every rank, and return when all have.
+
+        Raises:
+            ClientError: Of the lowest rank that failed; notes have those of others that differ.
+            Exception: Its own, if it is none of the client's.
+            RuntimeError: Another rank raised such a one.
+        """
+        try:
+            result = call()
+        except Exception as error:
+            self._settle(error)
+            raise
+        self._settle(None)
+        return result
+
+    def on_first(self, call: Callable[[], T]) -> T | None:
+        """Return the result of `call` on rank 0; the others return None when it is done.
+
+        Raises as `together` does.
+        """
+        first: Callable[[], T | None] = call
+        return self.together(first if self.number == 0 else lambda: None)
+
+    def broadcast(self, call: Callable[[], T]) -> T:
+        """Return on all ranks the result, which can be pickled, of `call` on rank 0.
+
+        Raises as `together` does.
+        """
+        return cast("T", self.agree(self.on_first(call)))
+
+    def _settle(self, own: Exception | None) -> None:
+        mine = (
+            own if own is None or isinstance(own, ClientError) else f"{type(own).__name__}: {own}"
+        )
+        all_errors: list[Any] = [None] * self.count
+        with _name_gone_rank():
+            self._distributed.all_gather_object(all_errors, mine, group=self._group)
+        errors = {rank: error for rank, error in enumerate(all_errors) if error is not None}
+        crashed = next((rank for rank, error in errors.items() if isinstance(error, str)), None)
+        if crashed is not None:
+            # A fault of the program; an adapter that logs errors must end on all ranks, too.
+            if own is not None and isinstance(mine, str):
+                raise own
+            raise RuntimeError(f"rank {crashed} of the trainer failed: {errors[crashed]}")
+        if errors:
+            raise _first_of(errors)
+
+
+@contextmanager
+def _name_gone_rank() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        msg = f"a rank of the trainer has gone ({first})"
+        raise RankGoneError(msg) from error
+
+
+def _first_of(errors: dict[int, ClientError]) -> ClientError:
+    (_, first), *others = errors.items()
+    for rank, error in others:
+        if error.message != first.message:
+            first.add_note(f"rank {rank}: {error.message}")
+    return first

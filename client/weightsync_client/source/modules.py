@@ -7,20 +7,19 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
-from weightsync_client.errors import refuse
+from weightsync_client.errors import invalid, refuse
 from weightsync_client.source.flat_parameters import (
     flat_ranges_of,
     has_flat_parameters,
     whole_state,
 )
-from weightsync_client.source.flat_ranges import FlatRanges
+from weightsync_client.source.sharded_tensors import FlatRanges
 
 if TYPE_CHECKING:
     import torch
 
     from weightsync_client.source.sharded_tensors import ShardedTensor
 
-__all__ = ["check_plain", "is_module", "module_tensors", "plain_name", "unwrapped"]
 
 #: What PyTorch puts into names for a wrapper around a part of a model: torch.compile, activation
 #: checkpointing and FSDP.
@@ -37,7 +36,6 @@ _AROUND = (
 
 
 def is_module(value: object) -> bool:
-    """Whether a value is a PyTorch module; PyTorch is not imported for it."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
@@ -48,17 +46,12 @@ def module_tensors(
     """Return the tensors of a module as a checkpoint of it has them.
 
     Wrappers leave no trace in the names: DistributedDataParallel and DataParallel, torch.compile,
-    activation checkpointing, FSDP, DeepSpeed's engine, AveragedModel. Of a model of transformers
-    it is what its `save_pretrained` writes: tied weights once, experts that it fused one by one,
-    under the names that they had. Those experts are copied for it, on their device; no other
-    tensor is.
+    activation checkpointing, FSDP, DeepSpeed's engine, AveragedModel. Of a model of transformers it
+    is what its `save_pretrained` writes: tied weights once, experts that it fused one by one, under
+    the names that they had. Those experts are copied for it, on their device; no other tensor is.
+    Of FSDP1 and ZeRO-3 it is what this process holds, as `ShardedTensor`.
 
-    Of FSDP1 and ZeRO-3, which lay tensors out in a row, it is what this process holds, where that
-    lies, as `ShardedTensor`; the others are not needed for it.
-
-    Args:
-        module: The model, or a wrapper around it.
-        state: Its tensors by name, where those of its state dict are not what it computes with.
+    `state` gives the tensors where those of the module's state dict are not what it computes with.
 
     Raises:
         InvalidError: Two have one name, or what is held of one cannot be pushed.
@@ -78,7 +71,6 @@ def _local_parts(module: Any, model: Any) -> Mapping[str, torch.Tensor | Sharded
 
 
 def _named(state: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return tensors under their names without wrappers."""
     named: dict[str, torch.Tensor] = {}
     for name, tensor in state:
         plain = plain_name(name)
@@ -95,7 +87,6 @@ def _named(state: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a tensor or a part as it is without wrappers."""
     return ".".join(part for part in name.split(".") if part not in _INFIXES)
 
 
@@ -116,21 +107,15 @@ def _loaded(classes: Iterable[tuple[str, str]]) -> Iterable[type[Any]]:
 
 
 def check_plain(module: Any) -> None:
-    """Refuse a model whose adapters would have to be merged into flat parameters.
-
-    Raises:
-        InvalidError: So it is; the sentence says what to push instead.
-    """
+    """Refuse a model whose adapters would have to be merged into flat parameters."""
     if has_flat_parameters(module):
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             "the module has adapters on weights that FSDP1 or ZeRO-3 has parted; merge them into a "
             "full copy (merge_and_unload) and push that",
         )
 
 
 def _saved(model: Any, named: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return what transformers saves of its models; any other is saved as it is."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return named

@@ -1,7 +1,4 @@
-"""Models with PEFT adapters: merged while they are pushed, as they were before afterwards.
-
-PEFT is not imported: who has such a model has imported it.
-"""
+"""Models with PEFT adapters: merged while they are pushed, as they were before afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason
-from weightsync_client.errors import refuse
+from weightsync_client.errors import invalid, refuse
+from weightsync_client.source.flat_parameters import joined
 from weightsync_client.source.modules import (
     check_plain,
     module_tensors,
@@ -24,7 +22,6 @@ from weightsync_client.source.tensors import settle
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MergedAdapters", "has_adapters", "merged_tensors"]
 
 _TUNERS, _WRAPPERS = "peft.tuners.tuners_utils", "peft.utils.other"
 _MODELS, _MIXED = "peft.peft_model", "peft.mixed_model"
@@ -34,7 +31,6 @@ _LOCK = threading.Lock()
 
 
 def has_adapters(module: torch.nn.Module) -> bool:
-    """Whether any part of a module belongs to PEFT."""
     return _TUNERS in sys.modules and any(_stand_in(m) for m in module.modules())
 
 
@@ -45,14 +41,11 @@ def merged_tensors(
 
     They are what the model computes with: of every layer the active adapters, or those that the
     caller has merged himself, which stay merged; of `modules_to_save` the active one. Until the
-    second of what is returned was called, the model must be neither trained nor changed. After
-    that call, which may be repeated, every parameter lies where it lay, with the same bits.
+    second of what is returned was called, the model must be neither trained nor changed. After that
+    call, which may be repeated, every parameter lies where it lay, with the same bits.
 
-    The merging is done in a copy of the layers that it changes, on their device: that memory is
-    needed until then, and with adapters on all linear layers it is nearly that of the model.
-
-    Args:
-        module: The model, or a wrapper around it; `has_adapters` is true for it.
+    The merging is done in a copy of the layers that it changes, on their device: with adapters on
+    all linear layers that is nearly the memory of the model.
 
     Raises:
         InvalidError: Its adapters cannot be merged, or not into what a checkpoint of it can hold.
@@ -80,15 +73,9 @@ class _Saved(NamedTuple):
 
 
 class MergedAdapters:
-    """The adapters of a model, merged until `restore`; nothing is merged if this raises.
+    """A model's adapters, merged until `restore`; nothing is merged if this raises.
 
-    One model is merged by one of these at a time.
-
-    Args:
-        model: Its layers that are merged already are left as they are.
-
-    Raises:
-        InvalidError: They cannot be merged.
+    Only one of these may merge a model at a time. Layers merged before are left as they are.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -245,23 +232,15 @@ def _walk(module: Any, path: str = "", name: str = "") -> Iterator[tuple[str, st
     """Yield the path of every module in use, and its name in the base model; None: no name."""
     while inner := _stand_in(module):
         yield path, None
-        path, module = _joined(path, inner), module.get_submodule(inner)
+        path, module = joined(path, inner), module.get_submodule(inner)
     yield path, name
     for key, child in module._modules.items():  # noqa: SLF001 - named_children tells no module twice
         if child is not None:
-            yield from _walk(child, _joined(path, key), _joined(name, key))
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+            yield from _walk(child, joined(path, key), joined(name, key))
 
 
 def _base_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model's state dict that its base model has, as they are called there.
-
-    Raises:
-        InvalidError: One is of none of its modules, so nobody knows whether the base model has it.
-    """
+    """Yield the tensors of a model's state dict that its base model has, by their names there."""
     # Hooks of some wrappers take these out of the names of a state dict, and not of the paths.
     names = {plain_name(path): name for path, name in _walk(model)}
     parts = {plain_name(path) for path, _ in model.named_modules(remove_duplicate=False)}
@@ -273,14 +252,14 @@ def _base_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 "state dict of your own making"
             )
         if (name := names.get(owner)) is not None:
-            yield _joined(name, leaf), tensor
+            yield joined(name, leaf), tensor
 
 
 # What cannot be pushed.
 
 
 def _refused(problem: str) -> Exception:
-    return refuse(Reason.REQUEST_INVALID, f"the module {problem}")
+    return invalid(f"the module {problem}")
 
 
 def _check_kinds(model: torch.nn.Module) -> None:

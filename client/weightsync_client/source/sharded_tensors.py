@@ -1,26 +1,26 @@
-"""Tensors of which a process holds boxes: PyTorch's DTensors, and those that a caller describes."""
+"""Tensors of which a process holds boxes or ranges: DTensors, or as a caller describes them."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from weightsync.errors import Reason
-from weightsync.model.boxes import Box, box_name
 from weightsync.model.dtypes import DTYPE_BITS
-from weightsync_client.errors import refuse
-from weightsync_client.source.strided_shards import is_strided, local_runs
+from weightsync.model.tensor_slices import Box, slice_name
+from weightsync_client.errors import invalid, refuse
+from weightsync_client.source.shards import is_strided, local_runs
 from weightsync_client.source.tensors import SourceTensor, dtype_name, wrap
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
-
-__all__ = ["BoxSource", "ShardedTensor", "box_source", "is_sharded", "local_parts"]
 
 
 class ShardedTensor(NamedTuple):
@@ -44,10 +44,8 @@ class ShardedTensor(NamedTuple):
 class BoxSource(NamedTuple):
     """A tensor, and what is pushed of it by this process.
 
-    Attributes:
-        whole: Name, dtype and shape of all of it; it has no bytes.
-        boxes: Where in it they begin and end, and their bytes, each under a name of its own.
-        replica: A lower writer sends the same boxes.
+    `whole` has no bytes. `boxes` says where in it each box begins and ends, and gives its bytes.
+    With `replica`, a lower writer sends the same boxes.
     """
 
     whole: SourceTensor
@@ -56,21 +54,14 @@ class BoxSource(NamedTuple):
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a process holds a tensor in part, or tells that it may."""
     return isinstance(value, ShardedTensor) or _is_dtensor(value)
 
 
 def box_source(name: str, value: object, writer: int) -> BoxSource:
     """Return what a process pushes of a tensor.
 
-    Args:
-        name: Of the tensor.
-        value: A DTensor, a `ShardedTensor`, or a tensor that every process holds whole, of which
-            the first sends the bytes.
-        writer: The number of this process among those that push.
-
-    Raises:
-        InvalidError: It cannot be pushed so.
+    `value` is a DTensor, a `ShardedTensor`, or a tensor that all hold whole and the first sends.
+    `writer` is the number of this process among those that push.
     """
     if isinstance(value, ShardedTensor) or _is_dtensor(value):
         return _described(name, local_parts(name, value))
@@ -95,7 +86,7 @@ def _whole(name: str, dtype: str, shape: Iterable[int]) -> SourceTensor:
 
 def _local(name: str, box: Box, tensor: SourceTensor) -> tuple[Box, SourceTensor]:
     # A process may hold several boxes of one tensor.
-    return box, replace(tensor, name=box_name(name, box), title=f"tensor {name!r}{box}")
+    return box, replace(tensor, name=slice_name(name, box), title=f"tensor {name!r}{box}")
 
 
 def _described(name: str, value: ShardedTensor) -> BoxSource:
@@ -121,26 +112,19 @@ def _described(name: str, value: ShardedTensor) -> BoxSource:
 
 
 def local_parts(name: str, value: ShardedTensor | DTensor) -> ShardedTensor:
-    """Return what this process holds of a tensor.
-
-    Raises:
-        InvalidError: It cannot be pushed so.
-    """
     if isinstance(value, ShardedTensor):
         return value
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     placements, mesh = value.placements, value.device_mesh
     if any(placement.is_partial() for placement in placements):
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             f"tensor {name!r} holds partial sums ({placements}); push its "
             "redistribute(placements=...) to shards or replicas",
         )
     dtype = dtype_name(name, str(value.dtype).removeprefix("torch."))
     if dtype == "F4":
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             f"tensor {name!r} holds elements of half a byte; push its full_tensor()",
         )
     whole = tuple(value.shape)
@@ -178,9 +162,9 @@ def _sender(
 ) -> int:
     """Return the lowest of the ranks that hold what this one does, as far as the meshes tell.
 
-    Under tensor parallel, what that leaves alone knows the mesh of FSDP only, and the ranks of the
-    mesh that both are cut from hold it as well. Where there is no such mesh, several ranks send the
-    same, which the server compares.
+    A tensor that tensor parallel leaves alone knows only the mesh of FSDP, but the ranks of the
+    mesh that both are cut from hold it too. Without such a mesh several ranks send the same, which
+    the server compares.
     """
     alike = tuple(
         slice(None) if placement.is_replicate() else at
@@ -201,3 +185,91 @@ def _sender(
 def _along(ranks: torch.Tensor, place: Sequence[int], spanned: Sequence[bool]) -> torch.Tensor:
     """Return the ranks at a place of a mesh, along all dimensions that are not spanned."""
     return ranks[tuple(at if own else slice(None) for at, own in zip(place, spanned, strict=True))]
+
+
+class FlatRange(NamedTuple):
+    """What a process holds of a tensor.
+
+    `whole` is the tensor on PyTorch's meta device. `begin` counts elements row by row. `data` has
+    one dimension, and is empty where the process holds nothing. With `replica`, a lower process
+    holds the same.
+    """
+
+    whole: torch.Tensor
+    begin: int
+    data: torch.Tensor
+    replica: bool = False
+
+
+def boxes_of(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Return the boxes that a range of elements is, in its order: at most 2 * dimensions - 1.
+
+    `begin` and `end`, which is exclusive, count row by row.
+    """
+    if begin >= end:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row
+    if first > last:
+        return _in_row(shape, last, begin, end)
+    boxes = _in_row(shape, first - 1, begin, first * row)
+    if first < last:
+        boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return boxes + _in_row(shape, last, last * row, end)
+
+
+def _in_row(shape: Sequence[int], index: int, begin: int, end: int) -> list[Box]:
+    start = index * math.prod(shape[1:])
+    return [
+        Box((index, *box.offsets), (1, *box.sizes))
+        for box in boxes_of(shape[1:], begin - start, end - start)
+    ]
+
+
+class FlatRanges:
+    """Ranges of a model's tensors, while it is found out what a checkpoint makes of these.
+
+    That uses tensors without bytes. A checkpoint may have a part of one as a tensor of its own,
+    such as a fused expert. Each of `ranges` is given once per name.
+    """
+
+    def __init__(self, ranges: Iterable[FlatRange]) -> None:
+        self._ranges = {id(part.whole): part for part in ranges}
+
+    def views(self) -> AbstractContextManager[object]:
+        """Within the block a part of a tensor is never copied, so that `local_part` finds it."""
+        from torch.overrides import TorchFunctionMode
+
+        class Views(TorchFunctionMode):
+            def __torch_function__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                del types
+                if getattr(func, "__name__", "") == "contiguous" and args[0].is_meta:
+                    return args[0]
+                return func(*args, **(kwargs or {}))
+
+        return Views()
+
+    def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | ShardedTensor:
+        """Return what the process holds of a meta tensor or a part of one; others as they are."""
+        if not tensor.is_meta:
+            return tensor
+        base = tensor._base  # noqa: SLF001 - PyTorch has no other name for it
+        part = self._ranges.get(id(tensor if base is None else base))
+        if part is None or not tensor.is_contiguous():
+            raise invalid(
+                f"tensor {name!r} is not in the order in which the processes hold its elements; "
+                "train with FSDP2 (fully_shard), or push a full state dict",
+            )
+        start = int(tensor.storage_offset())
+        begin = max(part.begin, start)
+        end = min(part.begin + len(part.data), start + tensor.numel())
+        boxes, at = [], begin - part.begin
+        for box in boxes_of(tensor.shape, begin - start, end - start):
+            boxes.append((box.offsets, part.data[at : at + box.elements].view(box.sizes)))
+            at += box.elements
+        dtype = dtype_name(name, str(part.data.dtype).removeprefix("torch."))
+        return ShardedTensor(tuple(tensor.shape), dtype, boxes, part.replica)

@@ -13,37 +13,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.checkpoint_folder import (
-    CheckpointFolder,
-    open_checkpoint,
-    read_header,
+from weightsync.model.checkpoint_folder import CheckpointFolder, open_checkpoint, read_header
+from weightsync.model.layout import (
+    MAX_HEADER_BYTES,
+    build_header,
+    check_count,
+    check_shard,
+    check_version,
+    parse_header,
 )
-from weightsync.model.layout import MAX_HEADER_BYTES, build_header, check_shard, parse_header
-from weightsync.model.manifest import ShardEntry, TensorEntry
-from weightsync_client.errors import ClientError, refuse, typed_errors
+from weightsync.model.manifest import Layout, ShardEntry, TensorEntry
+from weightsync_client.errors import ClientError, invalid, refuse, typed_errors
 from weightsync_client.source.tensors import Read, Scratch, SourceTensor
 
-__all__ = [
-    "ByteSink",
-    "Frame",
-    "Keep",
-    "Part",
-    "Shard",
-    "ShardReader",
-    "TensorReader",
-    "blob_shard",
-    "cut",
-    "file_header",
-    "file_shard",
-    "file_tensors",
-    "frame_of",
-    "open_shards",
-    "pieces",
-    "tensor_shard",
-]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
 
 # A header entry: its name as JSON, and this much for dtype, shape, offsets and punctuation.
 _ENTRY_BYTES = 160
@@ -67,8 +55,6 @@ class ByteSink(Protocol):
 
 
 class ShardReader(Protocol):
-    """Reads the bytes of one shard."""
-
     def read(self, begin: int, end: int) -> list[Part]:
         """Return bytes begin to end of the shard, in parts that are not copied where possible."""
 
@@ -76,19 +62,9 @@ class ShardReader(Protocol):
         """Let go of the source."""
 
 
-class _Opens(Protocol):
-    def __call__(self, scratch: Scratch) -> ShardReader: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What is known of a shard without its bytes.
-
-    Attributes:
-        index: Its index in the push.
-        entry: Name and sizes.
-        tensors: Its tensors in the order of their bytes.
-    """
+    """What is known of a shard without its bytes; its tensors are in the order of their bytes."""
 
     index: int
     entry: ShardEntry
@@ -96,25 +72,16 @@ class _Described:
 
     @property
     def data_start(self) -> int:
-        """Offset of the first tensor's bytes."""
         return self.entry.data_start
 
 
 @dataclass(frozen=True, slots=True)
 class Shard(_Described):
-    """One shard to push.
-
-    Attributes:
-        open: Opens the source for reading.
-    """
-
-    open: _Opens
+    open: Callable[[Scratch], ShardReader]
 
 
 def _unreadable(path: Path, error: OSError) -> ClientError:
-    return refuse(
-        Reason.REQUEST_INVALID, f"{path} cannot be read: {error.strerror}; check the path"
-    )
+    return invalid(f"{path} cannot be read: {error.strerror}; check the path")
 
 
 class _FileReader:
@@ -143,7 +110,6 @@ class _FileReader:
 
 
 def file_tensors(path: Path, shard: Shard) -> Iterator[SourceTensor]:
-    """Yield the tensors of a shard that `file_shard` returned; each is read from the file."""
     for entry in shard.tensors:
         begin = shard.entry.data_start + entry.begin
         yield SourceTensor(
@@ -190,11 +156,7 @@ def blob_shard(blob: memoryview, index: int, name: str) -> Shard:
 
 
 def file_header(path: Path, size: int) -> bytes:
-    """Return the header of a safetensors file of so many bytes, which may be wrong.
-
-    Raises:
-        InvalidError: The file cannot be read, or is too short.
-    """
+    """Return the header of a safetensors file of so many bytes, which may be wrong."""
     reader = _FileReader(path, size)
     try:
         with typed_errors():
@@ -204,11 +166,6 @@ def file_header(path: Path, size: int) -> bytes:
 
 
 def file_shard(path: Path, index: int) -> Shard:
-    """Return the shard that a safetensors file is, its header checked.
-
-    Raises:
-        InvalidError: The file cannot be read, or naming what is wrong with its header.
-    """
     ((_, shard),), _ = open_shards(path)
     return replace(shard, index=index)
 
@@ -216,15 +173,10 @@ def file_shard(path: Path, index: int) -> Shard:
 def open_shards(
     checkpoint: Path,
 ) -> tuple[list[tuple[Path, Shard]], Callable[[], Sequence[Sequence[TensorEntry]]]]:
-    """Return the shards that the files of a checkpoint are, and a call for what is taken of each.
+    """Return the shards of a checkpoint's files, and a call for what is taken of each.
 
-    The call refuses tensors that two files hold and no index settles.
-
-    Args:
-        checkpoint: A safetensors file, or a folder; see `weightsync.model.checkpoint_folder`.
-
-    Raises:
-        InvalidError: A file cannot be read, or the folder holds no whole checkpoint.
+    The call refuses tensors that two files hold and no index settles. For `checkpoint` see
+    `weightsync.model.checkpoint_folder`.
     """
     try:
         whole = stat.S_ISDIR(checkpoint.stat().st_mode)
@@ -256,7 +208,6 @@ def _chosen(folder: Path, found: CheckpointFolder) -> Sequence[Sequence[TensorEn
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Name the folder in what is wrong with its files."""
     try:
         yield
     except OSError as error:
@@ -266,13 +217,7 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 class TensorReader:
-    """Reads tensors that are packed one after the other.
-
-    Args:
-        header: The bytes before theirs.
-        tensors: They.
-        scratch: Host memory for those on a device.
-    """
+    """Reads a header and the tensors packed behind it; those on a device come through `scratch`."""
 
     # Reads go forward, so only the tensor read last is kept open: a copy that a strided tensor
     # needs lives no longer than that tensor's turn.
@@ -286,7 +231,6 @@ class TensorReader:
         self._open: tuple[int, Read] | None = None
 
     def read(self, begin: int, end: int) -> list[Part]:
-        """See `ShardReader`."""
         parts: list[Part] = []
         if begin < len(self._header):
             parts.append(self._header[begin:end])
@@ -306,17 +250,12 @@ class TensorReader:
         return self._open[1]
 
     def close(self) -> None:
-        """See `ShardReader`."""
         self._open = None
 
 
 @dataclass(frozen=True, slots=True)
 class Frame(_Described):
-    """A shard without its tensors' bytes: the same for all tensors of these names and shapes.
-
-    Attributes:
-        header: The bytes before theirs.
-    """
+    """A shard without bytes, the same for all tensors of these names and shapes."""
 
     header: bytes
 
@@ -332,11 +271,6 @@ class Frame(_Described):
 
 
 def frame_of(tensors: Sequence[SourceTensor], index: int, name: str) -> Frame:
-    """Return what holds tensors that are packed in the given order.
-
-    Raises:
-        InvalidError: There can be no such shard.
-    """
     with typed_errors():
         json_header, entries = build_header(((t.name, t.dtype, t.shape) for t in tensors), index)
         header = len(json_header).to_bytes(8, "little") + json_header
@@ -347,15 +281,11 @@ def frame_of(tensors: Sequence[SourceTensor], index: int, name: str) -> Frame:
 
 
 def tensor_shard(tensors: Sequence[SourceTensor], index: int, name: str) -> Shard:
-    """Return a shard of tensors packed in the given order; their bytes are not touched yet."""
     return frame_of(tensors, index, name).filled(tensors)
 
 
 def cut(tensors: Iterable[SourceTensor], shard_bytes: int) -> Iterator[list[SourceTensor]]:
-    """Cut a sequence into groups of at most `shard_bytes`, or of one larger tensor.
-
-    Only the group that is being filled is held.
-    """
+    """Yield groups of at most `shard_bytes`, or of one larger tensor, holding one at a time."""
     group: list[SourceTensor] = []
     data = header = 0
     for tensor in tensors:
@@ -373,12 +303,8 @@ def cut(tensors: Iterable[SourceTensor], shard_bytes: int) -> Iterator[list[Sour
 def pieces(shard: Shard, size: int, *, apart: bool) -> Iterator[tuple[int, int]]:
     """Yield the ranges of a shard in order, none of more than `size` bytes.
 
-    Those that end within a tensor end a multiple of `size` after its beginning.
-
-    Args:
-        shard: The shard.
-        size: Bytes.
-        apart: None reaches into two tensors.
+    Those that end within a tensor end a multiple of `size` after its beginning. With `apart`, none
+    reaches into two tensors.
     """
     begin, data = 0, shard.data_start
     ends = [data, *(data + tensor.end for tensor in shard.tensors), shard.entry.size]
@@ -391,3 +317,100 @@ def pieces(shard: Shard, size: int, *, apart: bool) -> Iterator[tuple[int, int]]
             begin += size
     if begin < shard.entry.size:
         yield begin, shard.entry.size
+
+
+class _Outline(NamedTuple):
+    shard_bytes: int
+    #: Name, dtype and shape of every tensor.
+    signature: list[tuple[str, str, tuple[int, ...]]]
+    frames: list[Frame]
+    layout: Layout
+
+    def filled(self, tensors: Sequence[SourceTensor]) -> list[Shard]:
+        shards, begin = [], 0
+        for frame in self.frames:
+            end = begin + len(frame.tensors)
+            shards.append(frame.filled(tensors[begin:end]))
+            begin = end
+        return shards
+
+
+class LayoutCache:
+    """Knows how the tensors of the last call lay; threads may share it. It keeps no tensor."""
+
+    def __init__(self) -> None:
+        self._last: _Outline | None = None
+
+    def shards_of(
+        self, tensors: Sequence[SourceTensor], shard_bytes: int
+    ) -> tuple[list[Shard], Layout]:
+        """Return the shards that hold the tensors, in order, and the checked layout.
+
+        A shard of several tensors has at most `shard_bytes`.
+        """
+        with typed_errors():
+            check_count(len(tensors))
+        signature = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+        outline = self._last
+        if outline is None or outline.shard_bytes != shard_bytes or outline.signature != signature:
+            frames = _framed(tensors, shard_bytes)
+            with typed_errors():
+                layout = check_version([f.entry for f in frames], [f.tensors for f in frames])
+            self._last = outline = _Outline(shard_bytes, signature, frames, layout)
+        return outline.filled(tensors), outline.layout
+
+
+def _framed(tensors: Sequence[SourceTensor], shard_bytes: int) -> list[Frame]:
+    groups = list(cut(tensors, shard_bytes))
+    names = ["model.safetensors"]
+    if len(groups) != 1:
+        names = [f"model-{at + 1:05}-of-{len(groups):05}.safetensors" for at in range(len(groups))]
+    return [frame_of(group, at, names[at]) for at, group in enumerate(groups)]
+
+
+def is_strided(placements: Sequence[Placement]) -> bool:
+    """Whether elements do not lie in a row, as with FSDP2 over tensor parallel."""
+    return any(hasattr(placement, "split_factor") for placement in placements)
+
+
+def local_runs(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """Yield the parts of a local tensor whose elements lie in a row along each dimension.
+
+    Each is its slices in the local tensor, and the offsets of its first element in the full one,
+    which has `shape`. `placements`, `sizes` and `coordinate` have one item per mesh dimension.
+    """
+    along = [
+        _runs(dimension, size, placements, sizes, coordinate)
+        for dimension, size in enumerate(shape)
+    ]
+    for runs in itertools.product(*along):
+        yield tuple(where for where, _ in runs), tuple(first for _, first in runs)
+
+
+def _runs(
+    dimension: int,
+    size: int,
+    placements: Sequence[Placement],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> list[tuple[slice, int]]:
+    import torch
+
+    indices = torch.arange(size).reshape([1] * dimension + [size])
+    for placement, count, at in zip(placements, sizes, coordinate, strict=True):
+        if getattr(placement, "dim", None) == dimension:
+            # PyTorch's own rule of what a placement gives to whom; it has no public name.
+            parts, _ = placement._split_tensor(  # type: ignore[attr-defined]  # noqa: SLF001
+                indices, count, with_padding=False, contiguous=False
+            )
+            indices = parts[at]
+    indices = indices.flatten()
+    # Wherever the next element is not the next index, a run begins.
+    breaks = (indices.diff() != 1).nonzero().reshape(-1).add(1).tolist()
+    bounds = itertools.pairwise([0, *breaks, len(indices)])
+    return [(slice(begin, end), int(indices[begin])) for begin, end in bounds if end > begin]

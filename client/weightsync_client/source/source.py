@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import uuid
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,37 +13,105 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from weightsync.errors import Reason
 from weightsync.model.digest import signature_of
 from weightsync.model.layout import check_version
-from weightsync.model.manifest import Layout
-from weightsync_client.errors import refuse, typed_errors
-from weightsync_client.rpc.validate import whole_number
-from weightsync_client.source.box_files import assembled
-from weightsync_client.source.box_shards import box_shards
+from weightsync.model.manifest import Layout, TensorEntry
+from weightsync_client.errors import invalid, refuse, typed_errors
+from weightsync_client.rpc.validate import text, whole_number
 from weightsync_client.source.casting import Casting
-from weightsync_client.source.declared import Declaration, Declared
-from weightsync_client.source.flow import Flow, drained_on_error, named, note_name, wrap_pair
-from weightsync_client.source.layout_cache import LayoutCache
 from weightsync_client.source.modules import is_module, module_tensors
 from weightsync_client.source.peft_models import has_adapters, merged_tensors
 from weightsync_client.source.sharded_tensors import box_source, is_sharded
-from weightsync_client.source.shards import Shard, file_tensors, open_shards
-from weightsync_client.source.source_writer import own_rank
-from weightsync_client.source.tensors import SourceTensor, queued_work
-from weightsync_client.source.weight_sources import (
+from weightsync_client.source.shards import LayoutCache, Shard, file_tensors, open_shards
+from weightsync_client.source.slice_shards import assembled, box_shards
+from weightsync_client.source.tensor_stream import (
+    Declaration,
+    Declared,
     Pairs,
+    TensorStream,
     check_owned,
     check_whole,
+    drained_on_error,
     full_pairs,
     is_weight_source,
+    named,
+    note_name,
+    wrap_pair,
 )
+from weightsync_client.source.tensors import SourceTensor, queued_work
 
 if TYPE_CHECKING:
     import torch
 
-    from weightsync.model.manifest import TensorEntry
+    from weightsync_client.options import PushOptions
     from weightsync_client.source.sharded_tensors import BoxSource
-    from weightsync_client.source.source_writer import SourceWriter
 
-__all__ = ["DeltaSource", "Flow", "PushSource", "Source", "make_source"]
+_RUN_ID = "weightsync/run_id"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceWriter:
+    """One of several processes that push a version together, by one `key`, counted from 0."""
+
+    count: int
+    number: int
+    key: str
+
+
+def source_writer(options: PushOptions) -> SourceWriter:
+    """Return which process this is: as the caller says, else as torch.distributed knows.
+
+    Where that runs, the key is made of the step and a run id that its processes agree on.
+    """
+    process_group = _process_group()
+    count, number = options.get("writers", 0), options.get("writer")
+    if not count and process_group is not None:
+        count, number = process_group.get_world_size(), process_group.get_rank()
+    if not count or (count > 1 and number is None):
+        raise invalid(
+            "the source holds parts of tensors, and torch.distributed does not run: say with "
+            "writers=, writer= and idempotency_key= how many processes push, which of them this "
+            "is, and a key that all of them use for this push alone",
+        )
+    count = whole_number("writers", count, 1)
+    number = whole_number("writer", number or 0)
+    if number >= count:
+        raise invalid(f"writer={number} of {count}; number them from 0")
+    if count == 1:
+        return SourceWriter(1, 0, options.get("idempotency_key") or "")
+    return SourceWriter(count, number, _key(options, process_group))
+
+
+def own_rank() -> int:
+    """Return the rank of this process in torch.distributed; 0 where that does not run."""
+    process_group = _process_group()
+    return 0 if process_group is None else int(process_group.get_rank())
+
+
+def _key(options: PushOptions, process_group: Any) -> str:
+    if key := options.get("idempotency_key"):
+        return text("idempotency_key", key)
+    if process_group is None or "step" not in options:
+        raise invalid(
+            "processes that push one version together need a key: give step=, the step of the "
+            "training, where torch.distributed runs, else idempotency_key=, the same in all of "
+            "them and another one for each push",
+        )
+    return f"{_run_id(process_group)}/{whole_number('step', options['step'])}"
+
+
+def _process_group() -> Any:
+    # Not imported: who uses it has.
+    module: Any = sys.modules.get("torch.distributed")
+    running = module is not None and module.is_available() and module.is_initialized()
+    return module if running else None
+
+
+def _run_id(process_group: Any) -> str:
+    store = process_group.distributed_c10d._get_default_store()  # noqa: SLF001 - PyTorch has no public way to it
+    # An agent's store outlives the processes that it starts again.
+    name = f"{_RUN_ID}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    agreed = store.compare_set(name, "", uuid.uuid4().hex)
+    return agreed.decode() if isinstance(agreed, bytes) else str(agreed)
+
 
 #: Iterables of these kinds have all of their tensors.
 _ALL_THERE = (list, tuple, ItemsView)
@@ -52,8 +122,6 @@ _PARTS = 4
 
 
 class _Module(Protocol):
-    """A PyTorch module: who pushes none needs no PyTorch."""
-
     def named_modules(self) -> Iterator[tuple[str, Any]]: ...
 
     def state_dict(self) -> Any: ...
@@ -84,25 +152,21 @@ class Source:
     """Shards to push.
 
     Attributes:
-        shards: The shards, in order.
         layout: The whole layout; None when it is not known before the end.
-        tensors: The tensors, or the boxes of them that this process sends, where each can be read
-            by itself and again.
+        tensors: Those, or boxes of them, that this process sends, if each can be read again.
         flow: The tensors where they come one after the other.
         delta: What the shards change, where they are those of a delta.
         writer: Which of several processes this is, each of which pushes a part.
-        ready: Waits until the tensors hold what they held for whoever made this.
-        release: Undoes what was done to the caller's module for this, or reads an iterable to its
-            end for other ranks; called when nothing is read of the tensors any more, from any
-            thread, and more than once.
-        casting: How its tensors are sent.
+        ready: Waits until the tensors hold what they held when this was made.
+        release: Undoes what was done to the caller's module, or reads an iterable to its end for
+            other ranks; called when nothing is read any more, from any thread, and repeatedly.
         remade: Returns the same, cast otherwise, before anything was read of it.
     """
 
     shards: Iterable[Shard]
     layout: Layout | None
     tensors: tuple[SourceTensor, ...] = ()
-    flow: Flow | None = None
+    flow: TensorStream | None = None
     delta: DeltaSource | None = None
     writer: SourceWriter | None = None
     ready: Callable[[], None] = lambda: None
@@ -111,11 +175,7 @@ class Source:
     remade: Callable[[Casting], Source] | None = None
 
     def cast(self, casting: Casting) -> Source:
-        """Return the same, its tensors sent in another way; nothing was read of it yet.
-
-        Raises:
-            InvalidError: One cannot be sent so.
-        """
+        """Return the same, its tensors sent in another way; nothing was read of it yet."""
         if self.remade is None:
             return self
         return replace(self.remade(casting), ready=self.ready, release=self.release)
@@ -158,15 +218,11 @@ class Source:
 
 
 class _Writing(NamedTuple):
-    """Whether several processes push; see `make_source`."""
-
     writer: Callable[[], SourceWriter] | None
     together: bool
 
 
 class _Shaping(NamedTuple):
-    """How shards are made of tensors: at most how large, and as the last ones were."""
-
     shard_bytes: int
     layouts: LayoutCache
     casting: Casting
@@ -192,14 +248,13 @@ def make_source(
         shard_bytes: Most bytes of tensors in a shard that holds more than one; of several
             processes' parts, up to four times as many.
         layouts: Knows how the tensors of the last push lay.
-        collective: An iterable is read to its end in any case; see `PushOptions`.
-        writer: Tells which of several processes this is, where tensors are held in part; None: they
-            cannot be pushed so.
+        collective: An iterable is read to its end in any case.
+        writer: Returns which process this is; with None, tensors held in part cannot be pushed.
         together: Several processes push, whatever they hold.
-        casting: How tensors are sent, as far as is known by now; None: as they are.
+        casting: How tensors are sent; None: as they are.
 
     Raises:
-        InvalidError: It is nothing that can be pushed, or its layout is wrong.
+        InvalidError: It cannot be pushed, or its layout is wrong.
     """
     shaping = _Shaping(shard_bytes, layouts or LayoutCache(), casting or Casting())
     writing = _Writing(writer, together)
@@ -218,8 +273,7 @@ def make_source(
     hint = "a PyTorch module, a state dict, a path or name and tensor pairs"
     if hasattr(source, "state_dict"):
         hint = "its state_dict()"
-    raise refuse(
-        Reason.REQUEST_INVALID,
+    raise invalid(
         f"an object of type {type(source).__name__} cannot be pushed; push {hint}",
     )
 
@@ -241,12 +295,14 @@ def _of_flow(source: Any, shaping: _Shaping, writing: _Writing, *, collective: b
         shaping = shaping._replace(shard_bytes=whole_number("shard_bytes", shaping.shard_bytes, 1))
         _check_alone(writing)
         layout = list(source.layout) if isinstance(source, Declared) else None
-        flow = Flow(pairs, shaping.shard_bytes)
+        flow = TensorStream(pairs, shaping.shard_bytes)
         made = _of_shaped_flow(flow, layout, shaping)
     return replace(made, release=flow.drain) if collective else made
 
 
-def _of_shaped_flow(flow: Flow, layout: Sequence[object] | None, shaping: _Shaping) -> Source:
+def _of_shaped_flow(
+    flow: TensorStream, layout: Sequence[object] | None, shaping: _Shaping
+) -> Source:
     flow.declared = Declaration(layout, *shaping) if layout is not None else None
     flow.casting = shaping.casting
     return Source(
@@ -260,8 +316,7 @@ def _of_shaped_flow(flow: Flow, layout: Sequence[object] | None, shaping: _Shapi
 
 def _check_alone(writing: _Writing) -> None:
     if writing.together:
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             "writers= and step= are for what several processes hold in memory; push a module or a "
             "state dict on each of them, or files and iterators from one process without these",
         )

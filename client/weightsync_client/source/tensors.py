@@ -1,30 +1,29 @@
-"""Tensors of any library as bytes: PyTorch, NumPy, safetensors, DLPack and the buffer protocol.
-
-No library is imported for it that the caller has not imported, but NumPy.
-"""
+"""Tensors of any library as bytes: PyTorch, NumPy, safetensors, DLPack and the buffer protocol."""
 
 from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from weightsync.errors import Reason
+from weightsync.model.digest import TensorDigester
 from weightsync.model.dtypes import DTYPE_BITS
-from weightsync_client.errors import ClientError, refuse
+from weightsync_client.errors import ClientError, invalid
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["Read", "Scratch", "SourceTensor", "dtype_name", "queued_work", "settle", "wrap"]
 
 #: Bytes that are copied at a time.
 _BLOCK_BYTES = 16 << 20
+#: Bytes that are digested at a time; small pieces have threads wait for the interpreter.
+_DIGEST_BYTES = 8 << 20
 
 # Names of PyTorch's and NumPy's (ml_dtypes') dtypes.
 _DTYPES: Mapping[str, str] = {
@@ -43,9 +42,7 @@ Read = Callable[[int, int], "memoryview | bytes"]
 class Scratch:
     """Host memory of one stream, through which device tensors are copied block by block.
 
-    Args:
-        views: What is read of a device tensor is not needed any more when the next is read, so it
-            need not be copied out of the block.
+    With `views`, what was read is valid only until the next read, so it is not copied out.
     """
 
     def __init__(self, *, views: bool = False) -> None:
@@ -67,14 +64,11 @@ class SourceTensor:
     """One tensor to push; holds a reference to the caller's tensor and copies nothing.
 
     Attributes:
-        name: Name in the checkpoint.
-        dtype: safetensors dtype name.
-        shape: Dimensions in elements.
-        open: Gives a function that reads ranges of its bytes, row-major and little-endian.
-        device: The PyTorch device that holds it, if that is not the host.
-        flat: For a PyTorch tensor: gives all its bytes in a row, on its device.
+        open: Gives a function that reads ranges of its bytes, row-major, little-endian.
+        device: The PyTorch device that holds it; None: the host.
+        flat: Gives all bytes of a PyTorch tensor in a row, on its device.
         in_place: They lie so already: `flat` copies nothing.
-        title: What it is in a sentence; empty: a tensor of that name.
+        title: What a sentence calls it; empty: a tensor of that name.
     """
 
     name: str
@@ -88,36 +82,23 @@ class SourceTensor:
 
     @property
     def label(self) -> str:
-        """What it is in a sentence."""
         return self.title or f"tensor {self.name!r}"
 
     @property
     def size(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     def reader(self, scratch: Scratch) -> Read:
-        """Open the tensor for reading.
-
-        Raises:
-            InvalidError: Its library cannot give its bytes.
-        """
         try:
             return self.open(scratch)
         except ClientError:
             raise
         except Exception as error:
-            raise refuse(
-                Reason.REQUEST_INVALID,
+            raise invalid(
                 f"{self.label} cannot be read as plain bytes: {error}",
             ) from error
 
     def copy_into(self, memory: NDArray[np.uint8], scratch: Scratch) -> None:
-        """Copy all bytes of the tensor into `memory`, which has as many.
-
-        Raises:
-            InvalidError: Its library cannot give its bytes.
-        """
         import numpy as np
 
         read = self.reader(scratch)
@@ -125,23 +106,22 @@ class SourceTensor:
             end = min(at + _BLOCK_BYTES, self.size)
             memory[at:end] = np.frombuffer(read(at, end), np.uint8)
 
-    def copied(self, memory: NDArray[np.uint8], scratch: Scratch) -> SourceTensor:
-        """Return this tensor as it is now, in `memory`, which has its size.
+    def digest(self, scratch: Scratch) -> bytes:
+        """Return the digest of all bytes, xxh3-128."""
+        state, read = TensorDigester(), self.reader(scratch)
+        for at in range(0, self.size, _DIGEST_BYTES):
+            state.update(read(at, min(at + _DIGEST_BYTES, self.size)))
+        return state.digest()
 
-        Raises:
-            InvalidError: Its library cannot give its bytes.
-        """
+    def copied(self, memory: NDArray[np.uint8], scratch: Scratch) -> SourceTensor:
+        """Return this tensor as it is now, in `memory`, which has its size."""
         self.copy_into(memory, scratch)
         view = memory.data
         return SourceTensor(self.name, self.dtype, self.shape, lambda _: lambda a, b: view[a:b])
 
 
 def wrap(name: str, value: object) -> SourceTensor:
-    """Return the tensor that `value` is, whatever its library.
-
-    Raises:
-        InvalidError: It is no tensor, or of a kind that has no plain bytes.
-    """
+    """Return the tensor that `value` is, whatever its library; refuse one without plain bytes."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _wrap_torch(name, value)
@@ -155,8 +135,7 @@ def wrap(name: str, value: object) -> SourceTensor:
     if torch is not None and isinstance(array, torch.Tensor):
         return _wrap_torch(name, array)
     if array is None:
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             f"tensor {name!r} is a {type(value).__name__}; push PyTorch or NumPy tensors, "
             "or objects with DLPack or the buffer protocol",
         )
@@ -187,8 +166,7 @@ def _wrap_plain(name: str, dtype: str, shape: Any, data: Any) -> SourceTensor:
     view = memoryview(data).cast("B")
     tensor = SourceTensor(name, dtype, tuple(map(int, shape)), lambda _: lambda a, b: view[a:b])
     if dtype not in DTYPE_BITS or tensor.size != len(view):
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             f"tensor {name!r} of dtype {dtype!r} and shape {list(tensor.shape)} has {len(view)} "
             "bytes; use a safetensors dtype and as many bytes as it needs",
         )
@@ -198,18 +176,12 @@ def _wrap_plain(name: str, dtype: str, shape: Any, data: Any) -> SourceTensor:
 def dtype_name(name: str, dtype: str) -> str:
     """Return what safetensors calls a dtype of PyTorch or NumPy.
 
-    Args:
-        name: Of the tensor.
-        dtype: As its library calls it, without a module.
-
-    Raises:
-        InvalidError: safetensors has no such dtype.
+    `dtype` is without a module; `name` is the tensor's.
     """
     try:
         return _DTYPES[dtype]
     except KeyError:
-        raise refuse(
-            Reason.REQUEST_INVALID,
+        raise invalid(
             f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold; "
             f"convert it to one of {' '.join(_DTYPES)}",
         ) from None
@@ -253,7 +225,7 @@ def _wrap_torch(name: str, tensor: torch.Tensor) -> SourceTensor:
     elif tensor.device.type == "meta":
         problem = "is on the meta device and has no bytes; load it first"
     if problem:
-        raise refuse(Reason.REQUEST_INVALID, f"tensor {name!r} {problem}")
+        raise invalid(f"tensor {name!r} {problem}")
     dtype = dtype_name(name, str(tensor.dtype).removeprefix("torch."))
     shape = tuple(tensor.shape)
     if dtype == "F4":
@@ -280,17 +252,34 @@ def _open_torch(get_flat: Callable[[], torch.Tensor], scratch: Scratch) -> Read:
     if flat.device.type == "cpu":
         view: memoryview = flat.numpy().data
         return lambda begin, end: view[begin:end]
-    block = scratch.block(flat.device)
+    return device_reader(lambda first, last: flat[first:last], len(flat), 1, flat.device, scratch)
+
+
+def device_reader(
+    part: Callable[[int, int], torch.Tensor],
+    size: int,
+    width: int,
+    device: torch.device,
+    scratch: Scratch,
+) -> Read:
+    """Return what reads `size` bytes of a device, block by block.
+
+    `part` gives the bytes of elements, each of `width`, from one to another, on the device.
+    """
+    block = scratch.block(device)
     cached = range(0)
 
     def read(begin: int, end: int) -> memoryview | bytes:
         # Bytes, not a view, in most cases: the block is shared by all tensors of the stream.
         nonlocal cached
-        if end - begin > len(block):
-            return flat[begin:end].cpu().numpy().tobytes()
+        first, last = begin // width, -(-end // width)
+        if (last - first) * width > len(block):
+            whole: bytes = part(first, last).cpu().numpy().tobytes()
+            return whole[begin - first * width : end - first * width]
         if not (cached.start <= begin and end <= cached.stop):
-            cached = range(begin, min(begin + len(block), len(flat)))
-            block[: len(cached)].copy_(flat[cached.start : cached.stop])
+            stop = min(first * width + len(block) // width * width, size)
+            cached = range(first * width, stop)
+            block[: len(cached)].copy_(part(first, stop // width))
         found = block[begin - cached.start : end - cached.start].numpy()
         return found.data if scratch.views else found.tobytes()
 
@@ -310,10 +299,9 @@ def settle(device: torch.device) -> None:
 
 
 def queued_work(tensors: Iterable[SourceTensor]) -> Callable[[], None]:
-    """Return what waits, in any thread, for the work that is queued on the tensors' devices by now.
+    """Return what waits, in any thread, for the work queued by now on the tensors' devices.
 
-    Threads that read tensors have streams of their own, which know nothing of the caller's. This
-    call itself waits for no device, so an event loop may make it.
+    Threads that read tensors have streams of their own. This call itself waits for no device.
     """
     waits = [_mark(device) for device in {tensor.device for tensor in tensors} if device]
 
@@ -332,3 +320,43 @@ def _mark(device: torch.device) -> Callable[[], None]:
     event.record(module.current_stream(device))
     wait: Callable[[], None] = event.synchronize
     return wait
+
+
+#: Bytes of a block; a larger tensor gets a block of its own.
+_MEMORY_BYTES = 64 << 20
+
+
+class CopyMemory:
+    """Memory that is used again once nobody reads what lies in it: new pages cost more than a copy.
+
+    One thread takes, any may let go. It holds no more than was in use at one time.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+        self._block: NDArray[np.uint8] | None = None
+        self._at = 0
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Return `size` bytes, in use as long as the array or a view of it is."""
+        if self._block is None or len(self._block) - self._at < size:
+            # Where nobody reads the block any more, it is the next one as well.
+            self._block, self._at = None, 0
+            self._block = self._new(size)
+        begin, self._at = self._at, self._at + size
+        return self._block[begin : self._at]
+
+    def _new(self, size: int) -> NDArray[np.uint8]:
+        import numpy as np
+
+        fitting = (at for at, memory in enumerate(self._free) if len(memory) >= size)
+        at = next(fitting, None)
+        if at is None:
+            self._free.clear()
+            memory = np.empty(max(size, _MEMORY_BYTES), np.uint8)
+        else:
+            memory = self._free.pop(at)
+        # Its views keep the block, not the memory, and the block's end gives the memory back.
+        block = np.frombuffer(memory.data, np.uint8)
+        weakref.finalize(block, self._free.append, memory).atexit = False
+        return block

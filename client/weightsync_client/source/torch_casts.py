@@ -1,7 +1,4 @@
-"""What `weightsync.model.float_casts` does, for tensors of PyTorch, on their device.
-
-The results are the same to the bit.
-"""
+"""What `weightsync.model.float_casts` does, for PyTorch's tensors on their device: bit for bit."""
 
 from __future__ import annotations
 
@@ -11,34 +8,20 @@ import torch
 
 from weightsync.model.dtypes import torch_dtype
 from weightsync.model.float_casts import FLOATS, NON_FINITE, CastRangeError
-
-__all__ = ["cast_elements", "find"]
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from weightsync.model.tensor_bits import INTS
 
 
 def find(flat: torch.Tensor, dtype: str) -> int:
-    """Return the position of the first word that is no finite number; -1: all are.
-
-    Args:
-        flat: The bytes of whole elements.
-        dtype: Theirs, one of `NON_FINITE`.
-    """
+    """Return the position of the first word of `dtype` that is no finite number; -1: all are."""
     width, mask, value = NON_FINITE[dtype]
-    found = flat.view(_WORDS[width]).bitwise_and(mask).eq(value)
+    found = flat.view(INTS[width]).bitwise_and(mask).eq(value)
     return _first(found) if bool(found.any()) else -1
 
 
 def cast_elements(flat: torch.Tensor, given: str, wanted: str) -> torch.Tensor:
-    """Return the bytes of elements of one dtype as those of another.
+    """Return the bytes of whole elements, cast from `given` to `wanted`.
 
-    Args:
-        flat: The bytes of whole elements.
-        given: Their dtype.
-        wanted: That of the result.
-
-    Raises:
-        CastRangeError: One is finite, and would not be any more.
+    Raises CastRangeError if a finite one would not stay so.
     """
     before, to = flat.view(_dtype(given)), _dtype(wanted)
     # As NumPy's, which has no wider float: what float32 makes of a float64 is rounded again.
@@ -50,7 +33,7 @@ def cast_elements(flat: torch.Tensor, given: str, wanted: str) -> torch.Tensor:
             at = _first(lost)
             raise CastRangeError(at, float(before[at]))
         # Which NaN a cast makes is not the same in all of PyTorch's loops.
-        words = made.view(_WORDS[NON_FINITE[wanted].width])
+        words = made.view(INTS[NON_FINITE[wanted].width])
         words.masked_fill_(made.isnan(), FLOATS[wanted])
     return made.view(torch.uint8)
 

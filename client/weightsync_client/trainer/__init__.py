@@ -5,6 +5,6 @@ The server runs `python -m weightsync_client.trainer` with the class that its `-
 
 from __future__ import annotations
 
-from weightsync_client.trainer.trainer_class import Progress, Trainer
+from weightsync_client.trainer_base import Progress, Trainer
 
 __all__ = ["Progress", "Trainer"]

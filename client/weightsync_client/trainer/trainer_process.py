@@ -1,37 +1,54 @@
-"""The trainer's process: attaches, and does what the server asks until that is gone."""
+"""The trainer's process: finds the class, attaches, and does what the server asks."""
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import logging
 import os
 import queue
+import socket
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync import __version__
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.fork_guard import NO_FORK, close_in_children
-from weightsync.wire import child_end, frames
-from weightsync.wire.notes import read_note
+from weightsync.fork_guard import NO_FORK, close_in_children
+from weightsync.wire import child_channel
+from weightsync.wire.child_channel import read_note
 from weightsync_client.access import Access
 from weightsync_client.client import Client
-from weightsync_client.trainer.checkpoint_files import write_checkpoint
-from weightsync_client.trainer.checkpoint_marks import FolderOwner
-from weightsync_client.trainer.class_import import import_class
-from weightsync_client.trainer.failure import UserClassError, failure_of
-from weightsync_client.trainer.forked_child import end_forked_child
-from weightsync_client.trainer.job_runner import JobRunner, TrainOrder
+from weightsync_client.trainer.checkpoint_files import FolderOwner, write_checkpoint
+from weightsync_client.trainer.job_runner import (
+    JobRunner,
+    TrainOrder,
+    UserClassError,
+    end_forked_child,
+    failure_of,
+)
 
 if TYPE_CHECKING:
-    import socket
-
     from weightsync_client.attach import Attached
 
-__all__ = ["main"]
 
 logger = logging.getLogger(__name__)
+
+
+def import_class(named: str) -> Any:
+    """Return the class of `module:Class`.
+
+    Raises:
+        TypeError: It is no class with setup and train.
+        Exception: Its module cannot be imported.
+    """
+    module, _, name = named.partition(":")
+    found = getattr(importlib.import_module(module), name, None)
+    if not isinstance(found, type) or not all(hasattr(found, part) for part in ("setup", "train")):
+        msg = f"{module} has no class {name} with setup and train"
+        raise TypeError(msg)
+    return found
+
 
 #: How often it is looked whether the engine is still the one that it has attached to, seconds.
 _CHECK_S = 2.0
@@ -115,7 +132,7 @@ class _TrainerProcess:
     def _read(self) -> None:
         try:
             while True:
-                request, fds = frames.receive(self._sock)
+                request, fds = child_channel.receive(self._sock)
                 if request["op"] == "cancel":
                     if stop := self._stops.get(request["task"]):
                         stop.set()
@@ -135,7 +152,7 @@ class _TrainerProcess:
         # Before the lock, which another thread of the trainer may have had when it was forked.
         end_forked_child(self._pid)
         with self._send_lock:
-            self._sock.sendall(frames.encode(document))
+            self._sock.sendall(child_channel.encode(document))
 
 
 def _imported(named: str) -> Any:
@@ -178,11 +195,11 @@ def _write(
 
 def main() -> None:
     """Serve the socket whose descriptor is the only argument until the server is gone."""
-    sock = child_end.connect()
+    sock = child_channel.connect()
     # Tells where a library has crashed.
     faulthandler.enable()
     try:
-        start = child_end.begin(sock)
+        start = child_channel.begin(sock)
         logging.basicConfig(
             level=start["log_level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )

@@ -1,32 +1,24 @@
-"""Shards on a GPU that the server on this host copies by itself, from where they lie.
-
-Nothing goes through this process: it tells where its tensors are and holds them still.
-"""
+"""Shards on a GPU that the server on this host copies by itself, while this process holds them."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from weightsync.gpu.ipc import DeviceError, place_of
+from weightsync.gpu.ipc import DeviceError, Place, place_of
 from weightsync.model.digest import DIGEST_BYTES
-from weightsync.shm.same_host_client import IpcPlacement
-from weightsync.shm.same_host_server import MOST_PLACES
-from weightsync_client.source.box_shards import BoxShard
+from weightsync.shm.same_host import MOST_PLACES, IpcPlacement, SameHostClient
+from weightsync_client.source.slice_shards import SliceShard
 from weightsync_client.source.tensors import Scratch, settle
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Iterable, Mapping
-
     import torch
 
-    from weightsync.gpu.ipc import Place
-    from weightsync.shm.same_host_client import SameHostClient
     from weightsync_client.source.shards import ByteSink, Shard
     from weightsync_client.source.tensors import SourceTensor
 
-__all__ = ["CudaIpcTransport"]
 
 #: Shards that are told one by one before all others are: the server is at work on them meanwhile.
 _FIRST = 3
@@ -39,9 +31,7 @@ _UNSHARED = (
 class CudaIpcTransport:
     """The shards of one push that the server copies: `begin`, `finish` and, always, `release`.
 
-    Args:
-        tensors: What is pushed, by name.
-        sink: Gets the bytes of every tensor; only those that it copies itself can go this way.
+    Only tensors that `sink` copies itself can go this way. An error has ended the connection.
     """
 
     def __init__(self, tensors: Mapping[str, SourceTensor], sink: ByteSink | None) -> None:
@@ -62,16 +52,10 @@ class CudaIpcTransport:
     def begin(
         self, client: SameHostClient, shards: Iterable[Shard], stop: threading.Event
     ) -> list[Shard]:
-        """Have the server begin to copy what it can; return the shards that it does not.
-
-        Raises:
-            OSError: The connection has ended.
-            WeightSyncError: The server refused; the connection has ended.
-        """
         left: list[Shard] = []
         declined, waiting = False, list(shards)
         for number, shard in enumerate(waiting):
-            if len(self._begun) == _FIRST and not self._known and not isinstance(shard, BoxShard):
+            if len(self._begun) == _FIRST and not self._known and not isinstance(shard, SliceShard):
                 # No engine copies from a process that has parts of tensors.
                 self._announce(client, waiting[number:])
             where = None if declined or stop.is_set() else self._placed(shard)
@@ -87,16 +71,7 @@ class CudaIpcTransport:
         return left
 
     def finish(self, client: SameHostClient, then: Callable[[Shard, list[bytes]], None]) -> None:
-        """Return once every shard was copied.
-
-        Args:
-            client: The connection.
-            then: Called with each shard and the digests of its tensors.
-
-        Raises:
-            OSError: The connection has ended.
-            WeightSyncError: The server refused; the connection has ended.
-        """
+        """Return once every shard was copied; `then` gets each, and its tensors' digests."""
         for shard in self._begun:
             joined = client.collected(shard.index)
             starts = range(0, len(joined), DIGEST_BYTES)
@@ -150,7 +125,7 @@ class CudaIpcTransport:
         handles = list(dict.fromkeys(place.handle for place in places))
         numbers = {handle: number for number, handle in enumerate(handles)}
         offsets = [(numbers[place.handle], place.offset) for place in places]
-        replicas = b"".join(shard.all_digests([])) if isinstance(shard, BoxShard) else b""
+        replicas = b"".join(shard.all_digests([])) if isinstance(shard, SliceShard) else b""
         own = replicas, self._sink is not None
         return IpcPlacement(places[0].uuid, _header(shard), handles, offsets, *own)
 

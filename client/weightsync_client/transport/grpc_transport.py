@@ -9,46 +9,171 @@ import threading
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
+import grpc
+
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.errors import AbortedError, ClientError, cancelled_error, passing
-from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import Backoff, RetryingCalls
-from weightsync_client.source.box_shards import BoxShard
-from weightsync_client.source.shards import Keep, Shard
-from weightsync_client.source.source import Source
-from weightsync_client.transport import messages
-from weightsync_client.transport.digester import ShardDigester
-from weightsync_client.transport.protocol import (
-    OpenedPush,
-    Sent,
-    ShardDigests,
+from weightsync_client.errors import (
+    AbortedError,
+    ClientError,
+    InvalidError,
+    cancelled_error,
+    from_rpc,
+    passing,
+    refuse,
 )
+from weightsync_client.rpc.channels import Link
+from weightsync_client.rpc.retry import RetryingCalls, RetryState
+from weightsync_client.source.shards import Keep, Shard
+from weightsync_client.source.slice_shards import SliceShard
+from weightsync_client.source.source import Source
+from weightsync_client.source.tensors import Scratch
+from weightsync_client.transport import messages
+from weightsync_client.transport.messages import Message, ShardDigester, serialize
+from weightsync_client.transport.protocol import OpenedPush, Sent, ShardDigests
 from weightsync_client.transport.shard_queue import Jobs, ShardJob
-from weightsync_client.transport.stream import StreamConnection
 
-__all__ = ["GrpcTransport"]
+Messages = Generator[Message, None, None]
+
+_METHOD = "/weightsync.v1.WeightSync/PushWeights"
+#: What somebody else would say at an address that was taken for a data port of our server; if it is
+#: true, our server says so too.
+_FOREIGN = frozenset(
+    {
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+class RequestIterator(Iterator[Message]):
+    """Messages for one call, taken by gRPC's thread when the link has room for the next.
+
+    After `close` none is made, so the source is not in use. `error` is what reading it raised.
+    """
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self._lock = threading.Lock()
+        self._closed = False
+        self.exhausted = False
+        self.error: BaseException | None = None
+
+    def __next__(self) -> Message:
+        with self._lock:
+            if self._closed:
+                raise StopIteration
+            try:
+                return next(self._messages)
+            except StopIteration:
+                self.exhausted = True
+                raise
+            except BaseException as error:  # noqa: BLE001 - gRPC would log it and drop it
+                self.error = error
+                self._closed = True
+                raise StopIteration from None
+
+    def close(self) -> None:
+        """End the iteration, waiting for the message that is being made."""
+        with self._lock:
+            self._closed = True
+            self._messages.close()
+
+
+class StreamConnection:
+    """A connection of its own that carries one stream after the other.
+
+    `address` is a data port's; if that is empty or fails, the server's is used.
+    """
+
+    def __init__(self, link: Link, address: str) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._call: grpc.Future[pb.PushWeightsResponse] | None = None
+        self._cancelled = False
+        self.scratch = Scratch()
+        self._connect(address)
+
+    def _connect(self, address: str) -> None:
+        self._address = address or self._link.address
+        self._channel = self._link.channel(address)
+        self._push = self._channel.stream_unary(
+            _METHOD,
+            request_serializer=serialize,
+            response_deserializer=pb.PushWeightsResponse.FromString,
+        )
+
+    def carry(self, messages: Messages) -> BaseException | None:
+        """Send messages on a stream of their own; return what went wrong."""
+        feed = RequestIterator(messages)
+        try:
+            self.send(feed)
+        except ClientError as error:
+            feed.close()
+            advice = self._elsewhere(error)
+            return feed.error or advice
+        finally:
+            feed.close()
+        if feed.error is None and not feed.exhausted:
+            return refuse(
+                Reason.SERVER_AWAY, "the server ended the stream before all was sent; try again"
+            )
+        return feed.error
+
+    def _elsewhere(self, error: ClientError) -> ClientError:
+        """Leave a data port after an error that the server's own address would not give."""
+        # TLS of another kind is permanent, but only at that port.
+        tls = isinstance(error, InvalidError) and error.code is grpc.StatusCode.UNAVAILABLE
+        foreign = tls or error.code in _FOREIGN
+        with self._lock:
+            own = self._address == self._link.address
+            if own or self._cancelled or not (foreign or passing(error)):
+                return error
+            self._channel.close()
+            self._connect("")
+        if not foreign:
+            return error
+        return refuse(Reason.SERVER_AWAY, f"a data port is not that of this server: {error}")
+
+    def send(self, feed: RequestIterator) -> pb.PushWeightsResponse:
+        """Send what the feed gives and return the answer, which acknowledges every byte."""
+        with self._lock:
+            if self._cancelled:
+                raise cancelled_error()
+            self._call = self._push.future(
+                feed, timeout=self._link.timeouts.stream_s, metadata=self._link.metadata
+            )
+        try:
+            return self._call.result()
+        except grpc.FutureCancelledError:
+            raise cancelled_error() from None
+        except grpc.RpcError as error:
+            raise from_rpc(error, method="PushWeights", address=self._address) from None
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            if self._call is not None:
+                self._call.cancel()
+
+    def close(self) -> None:
+        self._channel.close()
 
 
 class GrpcTransport:
     """A `Transport` over gRPC streams, which takes any shard.
 
-    Threads: `send` hands out shards, each lane sends with one, gRPC makes messages in one more per
-    stream. A shard belongs to one lane at a time.
+    Threads: `send` hands out shards, each of at least `streams` lanes sends with one, gRPC makes
+    messages in one more per stream. A shard belongs to one lane at a time.
 
-    Args:
-        link: To the server.
-        calls: Sends unary calls of the push.
-        source: What is sent.
-        streams: Lanes at least.
-        keep: Gets the bytes of every tensor as they are digested.
-        on_bytes: Called with the size of every piece that is sent.
-        on_taken: Called once nothing is read from the caller's tensors any more.
+    `keep` gets the bytes of every tensor as they are digested. `on_taken` is called once nothing is
+    read from the caller's tensors any more.
     """
 
     def __init__(
         self,
-        link: Link,
         calls: RetryingCalls,
         source: Source,
         streams: int,
@@ -56,7 +181,7 @@ class GrpcTransport:
         on_bytes: Callable[[int], None],
         on_taken: Callable[[], None],
     ) -> None:
-        self._link = link
+        self._link = calls.link
         self._calls = calls
         self._source = source
         self._streams = self._width = streams
@@ -73,7 +198,7 @@ class GrpcTransport:
         self._permits = threading.Semaphore(streams)
 
     def send(self, opened: OpenedPush, shards: Iterable[Shard]) -> Sent:
-        """See `Transport`; no shard is left over."""
+        """No shard is left over."""
         self._opened = opened
         endpoints, count = self._link.endpoints(opened.endpoints), self._streams
         if isinstance(shards, list):
@@ -114,15 +239,10 @@ class GrpcTransport:
         return Sent(shards=self._done)
 
     def cancel(self) -> None:
-        """See `Transport`."""
         self._fail(cancelled_error())
 
     def _declare(self, shards: Sequence[Shard]) -> None:
-        """Tell the layout of all shards, so that it is refused as a whole before a byte is sent.
-
-        Raises:
-            ClientError: It is. After a cut each shard's is told with its bytes.
-        """
+        """Tell the layout of all shards, so that it is refused as a whole before a byte is sent."""
         if self._source.layout is None or self._source.delta is not None:
             return
         known = self._opened.progress
@@ -160,7 +280,6 @@ class GrpcTransport:
             shards.close()
 
     def _fail(self, error: BaseException) -> None:
-        """End it, from any thread, because of an error."""
         with self._lock:
             self._error = self._error or error
         self._stop.set()
@@ -172,7 +291,6 @@ class GrpcTransport:
 
     @property
     def _name(self) -> tuple[str, int]:
-        """Of the push, and of this process in it."""
         return self._opened.push_id, self._opened.writer
 
     # One lane.
@@ -208,7 +326,7 @@ class GrpcTransport:
         return found[0] if found else None
 
     def _deliver(self, lane: StreamConnection, pending: list[ShardJob]) -> None:
-        backoff = Backoff(self._calls.retry)
+        backoff = RetryState(self._calls.retry)
         while True:
             error = lane.carry(self._messages(lane, pending))
             if error is None:
@@ -250,7 +368,7 @@ class GrpcTransport:
                 self._on_bytes,
             )
         digests = job.digester.digests
-        if isinstance(shard, BoxShard):
+        if isinstance(shard, SliceShard):
             digests = shard.all_digests(digests)
         yield from messages.digest_messages(shard, digests)
 
@@ -284,8 +402,7 @@ class GrpcTransport:
 
 
 def _whole(shard: Shard) -> Shard:
-    """Return what all processes together push of a shard."""
-    return shard.whole if isinstance(shard, BoxShard) else shard
+    return shard.whole if isinstance(shard, SliceShard) else shard
 
 
 def _resumable(error: BaseException) -> bool:

@@ -1,26 +1,106 @@
-"""The messages of a PushWeights stream, made one by one as the link takes them."""
+"""The messages of a PushWeights stream, made and digested one by one as the link takes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
+from weightsync.model.digest import TensorDigester, tensor_digest
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.source.box_shards import BoxShard
 from weightsync_client.source.shards import Part, Shard, ShardReader
-from weightsync_client.transport.digester import ShardDigester
+from weightsync_client.source.slice_shards import SliceShard
 
-__all__ = [
-    "Message",
-    "box_messages",
-    "declaration",
-    "digest_messages",
-    "encode_chunk",
-    "heartbeat_message",
-    "join_message",
-    "layout_messages",
-    "serialize",
-    "shard_bytes",
-]
+if TYPE_CHECKING:
+    from weightsync_client.source.shards import Keep
+
+
+class _Digesting(Protocol):
+    def update(self, piece: memoryview, /) -> object: ...
+    def digest(self) -> bytes: ...
+
+
+class RowCopy:
+    """Digests bytes that lie in a row, and copies them to `begin` of `target` at once."""
+
+    # Nothing is held of a target but the view that its owner releases.
+    def __init__(self, target: memoryview, begin: int, size: int) -> None:
+        from weightsync_client.transport.copying import copier_of
+
+        self._target = target
+        self._at = begin
+        self._copier = copier_of(size)
+
+    def update(self, piece: memoryview) -> None:
+        end = self._at + len(piece)
+        with self._target[self._at : end] as part:
+            self._copier.update(piece, part)
+        self._at = end
+
+    def digest(self) -> bytes:
+        return self._copier.digest()
+
+
+class ShardDigester:
+    """Digests a shard's tensors, and copies the shard, while its bytes go by.
+
+    Bytes may go by again after a cut link: what was digested is skipped. `keep` gets the bytes
+    while they are still in the cache. `target` is memory for the shard, if it is to be copied,
+    where bytes go by once and in order. Parts that end within a tensor end a multiple of
+    `weightsync_client.transport.copying.STEP` after its beginning.
+    """
+
+    def __init__(
+        self, shard: Shard, keep: Keep | None = None, target: memoryview | None = None
+    ) -> None:
+        self._target = target
+        self._names = [tensor.name for tensor in shard.tensors] if keep else []
+        self._keep = keep
+        start = shard.data_start
+        self._bounds = [start + tensor.begin for tensor in shard.tensors]
+        self._bounds.append(start + (shard.tensors[-1].end if shard.tensors else 0))
+        self._count = len(shard.tensors)
+        self._state: _Digesting | None = None
+        self.digests: list[bytes] = []
+        #: Offset up to which the shard has been digested.
+        self.position = start
+
+    @property
+    def done(self) -> bool:
+        return len(self.digests) == self._count
+
+    def update(self, offset: int, data: Part) -> None:
+        """Take the bytes that begin at `offset`, which is not beyond `position`."""
+        view = memoryview(data)
+        limit = offset + len(data)
+        if self._target is not None and offset < self._bounds[0]:
+            header = view[: self._bounds[0] - offset]
+            self._target[offset : offset + len(header)] = header
+        for index in range(len(self.digests), self._count):
+            begin, end = self._bounds[index], self._bounds[index + 1]
+            stop = min(end, limit)
+            if stop < self.position or stop == self.position < end:
+                return
+            piece = view[self.position - offset : stop - offset]
+            if self._keep is not None:
+                self._keep(self._names[index], self.position - begin, piece)
+            whole = self.position == begin and stop == end
+            if whole and self._target is None:
+                self.digests.append(tensor_digest(piece))
+            else:
+                self._state = self._state or self._begin(begin, end)
+                self._state.update(piece)
+                if stop < end:
+                    self.position = stop
+                    return
+                self.digests.append(self._state.digest())
+                self._state = None
+            self.position = stop
+
+    def _begin(self, begin: int, end: int) -> _Digesting:
+        if self._target is None:
+            return TensorDigester()
+        return RowCopy(self._target, begin, end - begin)
+
 
 #: A message of the stream; chunks come encoded.
 Message = pb.PushWeightsRequest | bytes
@@ -33,17 +113,14 @@ _BOXES = 1024
 
 
 def join_message(push_id: str, writer: int = 0) -> pb.PushWeightsRequest:
-    """Return the first message of a stream, of one of several writers."""
     return pb.PushWeightsRequest(join=pb.JoinPush(push_id=push_id, writer=writer))
 
 
 def heartbeat_message() -> pb.PushWeightsRequest:
-    """Return the message that only says that the stream is alive."""
     return pb.PushWeightsRequest(heartbeat=pb.Heartbeat())
 
 
 def layout_messages(shard: Shard) -> Iterator[pb.PushWeightsRequest]:
-    """Yield a shard's layout in parts of bounded size."""
     tensors = iter(shard.tensors)
     last = False
     while not last:
@@ -73,7 +150,7 @@ def layout_messages(shard: Shard) -> Iterator[pb.PushWeightsRequest]:
 
 def declaration(shard: Shard, *, layout_known: bool) -> Iterator[pb.PushWeightsRequest]:
     """Yield what comes before a shard's bytes: its layout, and which boxes of it are sent."""
-    if isinstance(shard, BoxShard):
+    if isinstance(shard, SliceShard):
         if not layout_known:
             yield from layout_messages(shard.whole)
         yield from box_messages(shard)
@@ -81,8 +158,7 @@ def declaration(shard: Shard, *, layout_known: bool) -> Iterator[pb.PushWeightsR
         yield from layout_messages(shard)
 
 
-def box_messages(shard: BoxShard) -> Iterator[pb.PushWeightsRequest]:
-    """Yield what a process declares of a shard, in parts of bounded size."""
+def box_messages(shard: SliceShard) -> Iterator[pb.PushWeightsRequest]:
     boxes = [(True, box) for box in shard.sent] + [(False, box) for box in shard.replicas]
     for first in range(0, max(len(boxes), 1), _BOXES):
         request = pb.PushWeightsRequest()
@@ -108,8 +184,8 @@ def shard_bytes(
 ) -> Iterator[bytes]:
     """Yield encoded chunks of a shard from `offset`, digesting on the way.
 
-    Each byte is read once from memory: digested, then copied while it is still in the cache. Bytes
-    before `offset` that were not digested yet are read and digested, not sent.
+    Each byte is read once from memory. Those before `offset` that were not digested yet are read
+    and digested, not sent.
     """
     position = min(digester.position, offset)
     while position < offset:
@@ -138,10 +214,7 @@ def _digested(
 
 
 def encode_chunk(shard: int, offset: int, parts: Sequence[Part]) -> bytes:
-    """Return PushWeightsRequest(chunk=...) as protobuf encodes it, copying the data once.
-
-    Through a message object the same bytes are copied three times.
-    """
+    """Return PushWeightsRequest(chunk=...) encoded, with one copy; a message object makes three."""
     size = sum(map(len, parts))
     fields = bytearray()
     for tag, value in ((0x08, shard), (0x10, offset)):
@@ -163,12 +236,10 @@ def _varint(value: int) -> bytes:
 
 
 def serialize(message: Message) -> bytes:
-    """Return a message as it goes over the wire."""
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def digest_messages(shard: Shard, digests: list[bytes]) -> Iterator[pb.PushWeightsRequest]:
-    """Yield the digests of a shard's tensors."""
     for first in range(0, len(digests), _DIGESTS):
         part = b"".join(digests[first : first + _DIGESTS])
         yield pb.PushWeightsRequest(

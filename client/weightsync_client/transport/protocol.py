@@ -6,23 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from weightsync_client.push_reasons import Streamed, Way
+from weightsync.model.manifest import TensorEntry
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client.push_reasons import Streamed, TransferPath
 
 if TYPE_CHECKING:
-    from weightsync.model.manifest import TensorEntry
-    from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.source.shards import Shard
-
-__all__ = ["OpenedPush", "Sent", "ShardDigests", "Transport"]
 
 
 class ShardDigests(NamedTuple):
-    """The tensors of one shard, and the digest of each.
-
-    Attributes:
-        tensors: In the order in which they lie in the shard.
-        digests: Of `tensors`, in the same order.
-    """
+    """The tensors of one shard, in the order in which they lie there, and the digest of each."""
 
     tensors: tuple[TensorEntry, ...]
     digests: list[bytes]
@@ -32,7 +25,6 @@ class OpenedPush(NamedTuple):
     """A push that the server has opened.
 
     Attributes:
-        push_id: Its name.
         chunk_bytes: Of a message, at most.
         layout_known: Whether the server knows the layout of all.
         progress: What the server has of each shard, by index.
@@ -53,7 +45,6 @@ class OpenedPush(NamedTuple):
     def from_reply(
         cls, reply: pb.BeginPushResponse, chunk_bytes: int, writer: int = 0
     ) -> OpenedPush:
-        """Return what BeginPush answered; the others as above."""
         return cls(
             reply.push_id,
             chunk_bytes,
@@ -80,7 +71,7 @@ class Sent:
     """
 
     shards: Mapping[int, ShardDigests] = field(default_factory=dict)
-    way: Way = Way.STREAM
+    way: TransferPath = TransferPath.STREAM
     reason: Streamed | None = None
     by_server: bool = False
     progress: Mapping[int, pb.ShardProgress] | None = None
@@ -102,14 +93,8 @@ class Transport(Protocol):
     def send(self, opened: OpenedPush, shards: Iterable[Shard]) -> Sent:
         """Send what can go this way; the next transport gets the shards that are left over.
 
-        Called once.
-
-        Args:
-            opened: The push.
-            shards: Those that the server lacks, or of which it lacks a part.
-
-        Raises:
-            BaseException: The push has failed, or `cancel` was called.
+        Called once. `shards` are those that the server lacks, or of which it lacks a part. When
+        this raises, the push has failed, or `cancel` was called.
         """
 
     def cancel(self) -> None:

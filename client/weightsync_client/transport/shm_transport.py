@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync.wire.addresses import is_private
+from weightsync.wire.grpc_channels import is_private
 from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.push_reasons import Streamed
-from weightsync_client.source.box_shards import BoxShard
+from weightsync_client.source.slice_shards import SliceShard
 from weightsync_client.transport import messages
+from weightsync_client.transport.grpc_transport import StreamConnection
 from weightsync_client.transport.protocol import Sent, ShardDigests
 from weightsync_client.transport.shm_writer import ShmWriter
-from weightsync_client.transport.stream import StreamConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from weightsync_client.options import PushOptions
-    from weightsync_client.rpc.channels import Link
     from weightsync_client.rpc.retry import RetryingCalls
     from weightsync_client.source.shards import ByteSink, Shard
     from weightsync_client.source.source import Source
     from weightsync_client.transport.protocol import OpenedPush
 
-__all__ = ["ShmTransport", "why_streamed"]
-
 
 def why_streamed(address: str, source: Source, options: PushOptions) -> Streamed | None:
-    """Return why a push cannot ask for the hand-off; None: it can."""
     if options.get("same_host", "auto") == "never":
         return Streamed.OFF
     if not is_private(address):
@@ -45,18 +40,12 @@ def why_streamed(address: str, source: Source, options: PushOptions) -> Streamed
 class ShmTransport:
     """A `Transport` into memory that the server on the same host grants for one push.
 
-    Args:
-        link: To the server.
-        calls: Sends unary calls of the push.
-        source: What is pushed; its layout is known.
-        sink: Gets the bytes of every tensor as they are digested.
-        on_bytes: Called from writing threads with the size of every piece.
-        collects: Whether the server may copy what lies on a GPU.
+    The layout of `source` is known. `sink` gets the bytes of every tensor as they are digested, and
+    `on_bytes` is called from writing threads. With `collects` the server may copy from GPUs.
     """
 
     def __init__(
         self,
-        link: Link,
         calls: RetryingCalls,
         source: Source,
         sink: ByteSink | None,
@@ -64,21 +53,16 @@ class ShmTransport:
         *,
         collects: bool = True,
     ) -> None:
-        self._link = link
+        self._link = calls.link
         self._calls = calls
         self._source = source
         self._writer = ShmWriter(source, sink, on_bytes, collects=collects)
 
     def cancel(self) -> None:
-        """See `Transport`."""
         self._writer.cancel()
 
     def send(self, opened: OpenedPush, shards: Iterable[Shard]) -> Sent:
-        """See `Transport`; what was begun over the link is left to it.
-
-        Raises:
-            ClientError: The push has failed.
-        """
+        """What was begun over the link is left to it."""
         if opened.offer is None:
             return Sent(reason=Streamed.NOT_OFFERED)
         begun = {index for index, shard in opened.progress.items() if shard.received_bytes}
@@ -130,7 +114,7 @@ def _declared(
 ) -> Iterator[messages.Message]:
     """Yield what comes before a shard's bytes, or all of one of which there is nothing to write."""
     yield from messages.declaration(shard, layout_known=opened.layout_known)
-    if isinstance(shard, BoxShard) and not shard.entry.size:
+    if isinstance(shard, SliceShard) and not shard.entry.size:
         digests = [tensor_digest(b"") for _ in shard.sent]
         yield from messages.digest_messages(shard, shard.all_digests(digests))
         done[shard.index] = ShardDigests(shard.tensors, digests)

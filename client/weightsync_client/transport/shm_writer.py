@@ -1,4 +1,4 @@
-"""Shards are written into memory that the server on this host lends for one push."""
+"""Shards and boxes are written into memory that the server on this host lends for one push."""
 
 from __future__ import annotations
 
@@ -6,34 +6,122 @@ import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from weightsync.errors import WeightSyncError
-from weightsync.shm.same_host_client import SameHostClient, map_lease
-from weightsync.shm.same_host_server import WriteLease
+from weightsync.model.digest import TensorDigester
+from weightsync.model.dtypes import DTYPE_BITS
+from weightsync.model.tensor_slices import SliceSpan, span_of
+from weightsync.shm.same_host import SameHostClient, WriteLease, map_lease
 from weightsync.shm.segments import reserved_size
-from weightsync_client.push_reasons import Streamed, Way
-from weightsync_client.source.box_shards import BoxShard
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client.push_reasons import Streamed, TransferPath
 from weightsync_client.source.shards import ByteSink, Part, Shard, pieces
+from weightsync_client.source.slice_shards import SliceShard
 from weightsync_client.source.tensors import Scratch
-from weightsync_client.transport.box_writer import write_boxes
 from weightsync_client.transport.cuda_ipc import CudaIpcTransport
-from weightsync_client.transport.digester import ShardDigester
-from weightsync_client.transport.lease_requests import LeaseRequests
+from weightsync_client.transport.messages import RowCopy, ShardDigester
 from weightsync_client.transport.protocol import Sent, ShardDigests
-from weightsync_client.transport.turns import Turns
+from weightsync_client.transport.shard_queue import ShardTurns
 
 if TYPE_CHECKING:
     import torch
 
-    from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.source.source import Source
 
-__all__ = ["ShmWriter"]
 
 logger = logging.getLogger(__name__)
+
+
+class _Runs:
+    def __init__(self, span: SliceSpan, target: memoryview) -> None:
+        self._span, self._target, self._at = span, target, 0
+        self._digester = TensorDigester()
+        self.digest = self._digester.digest
+
+    def update(self, piece: memoryview) -> None:
+        self._digester.update(piece)
+        self._span.put(self._target, self._at, piece)
+        self._at += len(piece)
+
+
+_T = TypeVar("_T")
+
+
+class LeaseRequests:
+    """Borrows memory before it is needed, and gives it back while others go on writing.
+
+    The connection answers one request at a time, so one thread does them all, in order. Any thread
+    may call the methods. `ahead` shards have memory before it is asked for. `on_error` is called
+    once, with the first refusal or fault.
+    """
+
+    def __init__(
+        self,
+        client: SameHostClient,
+        shards: Iterator[Shard],
+        ahead: int,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._client = client
+        self._shards = shards
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._requested: deque[tuple[Shard, Future[WriteLease]]] = deque()
+        self._thread = ThreadPoolExecutor(1, "weightsync-errands")
+        for _ in range(ahead):
+            self._request()
+
+    def next(self) -> tuple[Shard, WriteLease] | None:
+        """Return a shard and its memory, which the caller gives back; None: there is none left."""
+        with self._lock:
+            if not self._requested:
+                return None
+            shard, lease = self._requested.popleft()
+            self._request()
+        return shard, lease.result()
+
+    def written(self, shard: Shard, digests: Sequence[bytes], then: Callable[[], None]) -> None:
+        """Have the server told of a written shard whose memory was given back, then call `then`."""
+
+        def report() -> None:
+            self._client.written(shard.index, digests)
+            then()
+
+        with contextlib.suppress(RuntimeError):  # `close` was called.
+            self._thread.submit(self._watched, report)
+
+    def finish(self) -> None:
+        self._thread.shutdown()
+
+    def close(self) -> None:
+        """Drop what is not done, and give back what nobody wrote to; nobody asks for more."""
+        self._thread.shutdown(cancel_futures=True)
+        while self._requested:
+            _, lease = self._requested.popleft()
+            with contextlib.suppress(Exception, CancelledError):
+                self._client.give_back(lease.result())
+
+    def _request(self) -> None:
+        shard = next(self._shards, None)
+        if shard is not None:
+            with contextlib.suppress(RuntimeError):
+                lease = self._thread.submit(self._watched, self._client.take_lease, shard.index)
+                self._requested.append((shard, lease))
+
+    def _watched(self, do: Callable[..., _T], *arguments: object) -> _T:
+        try:
+            return do(*arguments)
+        except BaseException as error:
+            # The first tells what is wrong; those after it, that the connection has ended.
+            on_error, self._on_error = self._on_error, lambda _: None
+            on_error(error)
+            raise
+
 
 #: Bytes that are digested and written, times the number of threads: between two pieces a thread
 #: waits for the interpreter, and the longer, the more there are.
@@ -54,14 +142,7 @@ _Write = Callable[[Sequence[Part], int], None]
 
 
 class ShmWriter:
-    """Writes the shards of one push; `run` is called once.
-
-    Args:
-        source: Tensors whose layout the server knows.
-        sink: Gets the bytes of every tensor as they are digested.
-        on_bytes: Called from writing threads with the size of every piece.
-        collects: Whether the server may copy what lies on a GPU.
-    """
+    """Writes the shards of one push, as `ShmTransport` has it; `run` is called once."""
 
     def __init__(
         self,
@@ -94,11 +175,9 @@ class ShmWriter:
         self.slower: Streamed | None = None
 
     def run(self, offer: pb.SameHostOffer, shards: Iterable[Shard]) -> None:
-        """Write shards of the source.
+        """Write shards to the server.
 
-        Raises:
-            OSError: The server cannot be reached so, or not any more; `sent` tells what it has.
-            WeightSyncError: It refused.
+        Raises WeightSyncError if it refuses, OSError if unreachable; `sent` tells what it has.
         """
         collection = self._collection()
         self._client = SameHostClient(offer.socket, offer.secret)
@@ -125,15 +204,12 @@ class ShmWriter:
             raise self._error
 
     def run_in_turn(self, offer: pb.SameHostOffer, shards: Iterator[Shard]) -> None:
-        """Write shards that come one after the other; the caller's iterable is read in this thread.
+        """Write shards that come one after the other; the iterable is read in this thread.
 
-        Raises:
-            OSError: The server cannot be reached so, or not any more; `left` has what was read.
-            WeightSyncError: It refused.
-            BaseException: Of the iterable.
+        Raises as `run` and the iterable do; `left` has what was read.
         """
         self._client = SameHostClient(offer.socket, offer.secret)
-        turns = Turns(shards, self._tell_alive, _ALIVE_S)
+        turns = ShardTurns(shards, self._tell_alive, _ALIVE_S)
         outline = self._source.outline
         fail = partial(self._fail_in_turn, turns)
         requests = LeaseRequests(self._client, iter(outline), 2, fail)
@@ -155,14 +231,10 @@ class ShmWriter:
             raise self._error
 
     def sent(self, reason: Streamed | None) -> Sent:
-        """Return what was done.
-
-        Args:
-            reason: Why shards are left over; None: none are.
-        """
+        """Return what was done; `reason` says why shards are left over, None if none are."""
         return Sent(
             shards=dict(self.done),
-            way=Way.SAME_HOST if self.done else Way.STREAM,
+            way=TransferPath.SAME_HOST if self.done else TransferPath.STREAM,
             reason=reason or self.slower,
             by_server=reason is None and self.done.keys() == self.copied != set(),
         )
@@ -211,7 +283,6 @@ class ShmWriter:
         self._stop.set()
 
     def _wait(self, thread: threading.Thread) -> None:
-        """Wait for a thread to end, with signs of life for the server."""
         while True:
             thread.join(_ALIVE_S)
             if not thread.is_alive():
@@ -225,7 +296,6 @@ class ShmWriter:
                 self._client.alive()
 
     def cancel(self) -> None:
-        """End it from another thread."""
         self.cancelled = True
         self._stop.set()
         if self._client is not None:
@@ -240,7 +310,7 @@ class ShmWriter:
         except BaseException as error:  # noqa: BLE001 - raised again by run
             self._fail(error)
 
-    def _work_in_turn(self, requests: LeaseRequests, turns: Turns) -> None:
+    def _work_in_turn(self, requests: LeaseRequests, turns: ShardTurns) -> None:
         scratch = Scratch(views=True)
         try:
             while not self._stop.is_set() and (shard := turns.next()) is not None:
@@ -256,7 +326,7 @@ class ShmWriter:
         finally:
             turns.give_up()
 
-    def _fail_in_turn(self, turns: Turns, error: BaseException) -> None:
+    def _fail_in_turn(self, turns: ShardTurns, error: BaseException) -> None:
         self._fail(error)
         turns.give_up()
 
@@ -268,36 +338,52 @@ class ShmWriter:
         scratch: Scratch,
         taken: Callable[[], None] = lambda: None,
     ) -> None:
-        if isinstance(shard, BoxShard):
-            self._hand_boxes(requests, shard, lease, scratch)
-            return
         try:
-            with _mapped(lease, shard.entry.size) as target:
-                digester = ShardDigester(shard, self._keep, target)
-                write = partial(_pwrite, lease.fd) if target is None else None
-                self._fill(shard, digester, write, scratch)
+            if isinstance(shard, SliceShard):
+                digests = self._boxes_written(shard, lease, scratch)
+            else:
+                digests = self._written(shard, lease, scratch)
         finally:
             # Before it is told as written: the server makes sure that nobody can write any more.
             if self._client is not None:
                 self._client.give_back(lease)
         if not self._stop.is_set():
-            digests = digester.digests
-            requests.written(shard, digests, partial(self._note, shard, digests, taken))
+            every = shard.all_digests(digests) if isinstance(shard, SliceShard) else digests
+            requests.written(shard, every, partial(self._note, shard, digests, taken))
 
-    def _hand_boxes(
-        self, requests: LeaseRequests, shard: BoxShard, lease: WriteLease, scratch: Scratch
-    ) -> None:
-        try:
-            # Runs of a few kilobytes would each be a call of pwrite(2).
-            with contextlib.closing(map_lease(lease, shard.whole.entry.size)) as mapping:
-                facts = scratch, self._piece, self._stop, self._on_bytes, self._keep
-                digests = write_boxes(shard, mapping.view, *facts)
-        finally:
-            if self._client is not None:
-                self._client.give_back(lease)
-        if not self._stop.is_set():
-            every = shard.all_digests(digests)
-            requests.written(shard, every, partial(self._note, shard, digests))
+    def _written(self, shard: Shard, lease: WriteLease, scratch: Scratch) -> list[bytes]:
+        """Write a shard; return the digests of its tensors, unless it was stopped."""
+        with _mapped(lease, shard.entry.size) as target:
+            digester = ShardDigester(shard, self._keep, target)
+            write = partial(_pwrite, lease.fd) if target is None else None
+            self._fill(shard, digester, write, scratch)
+        return digester.digests
+
+    def _boxes_written(self, shard: SliceShard, lease: WriteLease, scratch: Scratch) -> list[bytes]:
+        """Write the boxes of a shard; return their digests, unless it was stopped."""
+        digests: list[bytes] = []
+        # Runs of a few kilobytes would each be a call of pwrite(2).
+        with contextlib.closing(map_lease(lease, shard.whole.entry.size)) as mapping:
+            for local in shard.sent:
+                tensor = shard.whole.tensors[local.tensor]
+                begin = shard.whole.entry.data_start + tensor.begin
+                span = span_of(local.box, tensor.shape, DTYPE_BITS[tensor.dtype], begin)
+                sink = (
+                    _Runs(span, mapping.view)
+                    if span.counts
+                    else RowCopy(mapping.view, span.begin, span.size)
+                )
+                read = local.bytes.reader(scratch)
+                for at in range(0, span.size, self._piece):
+                    data = memoryview(read(at, min(at + self._piece, span.size)))
+                    sink.update(data)
+                    if self._keep is not None:
+                        self._keep(local.bytes.name, at, data)
+                    self._on_bytes(len(data))
+                    if self._stop.is_set():
+                        return digests
+                digests.append(sink.digest())
+        return digests
 
     def _note(
         self, shard: Shard, digests: list[bytes], taken: Callable[[], None] = lambda: None

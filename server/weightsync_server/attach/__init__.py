@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from weightsync_server.attach.attach_metrics import AttachMetrics
-from weightsync_server.attach.attach_servicer import AttachServicer, add_attach_service
 from weightsync_server.attach.attachments import Attachments
-from weightsync_server.attach.in_place_call import InPlaceCalls
-from weightsync_server.attach.in_place_versions import InPlaceVersions
-from weightsync_server.attach.open_blocks import OpenBlocks
+from weightsync_server.attach.in_place import InPlaceCalls
 
 __all__ = [
-    "AttachMetrics",
-    "AttachServicer",
     "Attachments",
     "InPlaceCalls",
-    "InPlaceVersions",
-    "OpenBlocks",
-    "add_attach_service",
 ]

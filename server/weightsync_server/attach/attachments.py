@@ -1,9 +1,17 @@
-"""Who has an engine's live parameters, and what is done as long as somebody has.
+"""Who has an engine's live parameters, whether they can be handed out, and what is done meanwhile.
 
 The ranks remember who has them, by the kernel's word, and what they hold is compared with the live
-version again and again for as long as one such process lives (`LiveChecks`). This here knows what a
-server can know: which connections there are, whose transactions they may begin, and whom to tell
-what was found.
+version again and again for as long as one such process lives (`LiveChecks`). This here knows which
+connections there are, whose transactions they may begin, and whom to tell what was found.
+
+A rank is asked for one of these:
+
+- `offer` and `access`: to send where what is live lies and what opens its memory, as its part of an
+  offer, which is named `OFFER/RANK`. `read`: what lies on the host can be read only; `write`: what
+  one block is written with, and nothing else; "", of older releases: it can be written at any time.
+- `holder`, `pid`, `always` and `job`: to remember a process before it is given what was handed out,
+  by its pidfd, which the segment socket has under that name; whether it can always write, and of
+  which job it is.
 """
 
 from __future__ import annotations
@@ -11,38 +19,98 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
+from weightsync.engine import ATTACH
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.attach_server import AttachServer
+from weightsync.shm.attach_socket import AttachServer, HandedOut
 from weightsync.v1 import attach_pb2 as pb
-from weightsync_server.attach.attachable import check_attachable, hand_out, remember
+from weightsync.wire.socket_server import PeerCredentials
+from weightsync_server.engine import EngineApplier, EngineSet
 from weightsync_server.engine.block_writers import untold
-from weightsync_server.engine.engine_applier import live_version
-from weightsync_server.engine.live_check import CHECK_S
+from weightsync_server.engine.engine_participant import live_version
+from weightsync_server.engine.file_offers import offered_by_each
+from weightsync_server.engine.live_check import CHECK_S, LiveChecks
+from weightsync_server.engine.outcome import PreparedVersion
+from weightsync_server.engine.ranks import QUICK_S
+from weightsync_server.engine.refusals import check_ready
+from weightsync_server.engine.session import EngineSession
+from weightsync_server.engine.worker_reports import RankState
+from weightsync_server.ops.metrics import Metrics
+from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.push.sources.same_host import OFFER_S, is_here
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-    from pathlib import Path
-    from typing import Any
+logger = logging.getLogger(__name__)
 
-    from weightsync.shm.attach_server import HandedOut
-    from weightsync.shm.segment_socket import SegmentServer
-    from weightsync.wire.peer_server import PeerCredentials
-    from weightsync_server.attach.attach_metrics import AttachMetrics
-    from weightsync_server.attach.open_blocks import OpenBlocks
-    from weightsync_server.engine import EngineApplier, EngineSet
-    from weightsync_server.engine.live_check import LiveChecks
-    from weightsync_server.engine.session import EngineSession
-    from weightsync_server.engine.worker_reports import RankState
 
-__all__ = ["MOST_OFFERS", "Attachment", "Attachments"]
+def check_attachable(session: EngineSession) -> None:
+    """Refuse an engine whose ranks cannot hand out what is live, with what stands in the way."""
+    if ATTACH not in session.info.capabilities:
+        raise _refused(
+            "this engine hands out no memory: its ranks are on several hosts, or the weightsync "
+            "release in vLLM is an older one; install the same release on both sides"
+        )
+    if len({rank.partition("/")[0] for rank in session.info.ranks}) > 1:
+        raise _refused(
+            "this engine has data parallel ranks, of which each holds the model; start vLLM "
+            "without --data-parallel-size to train in its memory"
+        )
+    if session.loads is not None:
+        raise _refused(
+            "push versions of this model in place of attaching: they are loaded beside generation "
+            f"({session.loads.no_plan.cause}), so that no view of what is live is a tensor of the "
+            "checkpoint"
+        )
+
+
+async def hand_out(session: EngineSession, live: PreparedVersion, access: str) -> HandedOut:
+    """Return what opens the memory of every rank (see the module); the caller closes it."""
+    offer = f"attach-{secrets.token_hex(8)}"
+    names = [f"{offer}/{rank}" for rank in session.info.ranks]
+
+    async def ask() -> None:
+        request = {"offer": offer, "access": access}
+        check_ready(await session.ranks.attach(live.apply_id, request, QUICK_S))
+
+    segments, what = session.context.segments, "what opens the engine's memory"
+    async with offered_by_each(segments, names, ask, what) as ranks:
+        return HandedOut(live.record.version, live.digest, ranks).copy()
+
+
+async def remember(
+    session: EngineSession,
+    live: PreparedVersion,
+    pid: int,
+    pidfd: int,
+    job: str,
+    *,
+    always: bool,
+) -> None:
+    """Have every rank remember a process, before it is given what they handed out.
+
+    `pidfd` is of the process and stays the caller's; `pid` is only for people. `job` is the one
+    that the process belongs to, "" for an older release, which names none. With `always` it can
+    write at any time.
+    """
+    name, segments = f"holder-{secrets.token_hex(8)}", session.context.segments
+    segments.publish(name, os.dup(pidfd), 0)
+    try:
+        # An offer of nothing, for ranks that know no better.
+        request = {"offer": "", "holder": name, "pid": pid, "always": always, "job": job}
+        check_ready(await session.ranks.attach(live.apply_id, request, QUICK_S))
+    finally:
+        segments.withdraw(name)
+
+
+def _refused(message: str) -> WeightSyncError:
+    return WeightSyncError(Reason.ENGINE_REFUSED, message)
+
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 #: Offers at once that nobody has fetched: each holds descriptors, and what opens a GPU's memory.
 MOST_OFFERS = 64
@@ -52,20 +120,14 @@ _LONGEST_JOB = 64
 class Attachment:
     """One trainer's, from the offer to a while after its end.
 
-    Args:
-        engine: Name of the engine.
-        session: Of this start of it.
-        checks: Compares what it holds.
-        found: What opens its memory, until it was handed over.
-        job: Of which the trainer is a process; "": of an older release, which names none.
+    `engine_id` is of the start of the engine that `session` has. `found` opens its memory, until it
+    was handed over. `job` is the trainer's, "" for an older release, which names none.
 
     Attributes:
-        token: Names it to who begins a transaction.
+        token: Names it to the server when a transaction begins.
         guarded: Whether what was handed out is written in blocks alone.
-        remembered: Whether the ranks can remember to whom.
-        pid: Of the trainer; 0: it has not come yet.
-        engine_id: Of that start of the engine.
-        on_leave: Called when the trainer has left, while it writes; None: it does not.
+        remembered: Whether the ranks can remember to whom it was handed out.
+        pid: Of the trainer; 0: it has not connected yet.
     """
 
     def __init__(
@@ -81,7 +143,6 @@ class Attachment:
         self.guarded, self.remembered = found.guarded, False
         self.alone = found.on_device or not found.guarded
         self.pid, self.engine_id = 0, ""
-        self.on_leave: Callable[[str], None] | None = None
         self.session = session
         self._checks = checks
         self._found: HandedOut | None = found
@@ -100,16 +161,11 @@ class Attachment:
     def begin(self) -> None:
         """Take note that the memory is handed over, which may be written from now on."""
         self._checks.writers[self] = ""
-        self._checks.watch()
+        self._checks.watched = True
         self._compare()
 
     def check(self) -> None:
-        """Refuse to go on with what is live no more, or was restored.
-
-        Raises:
-            WeightSyncError: ENGINE_AWAY; ENGINE_REFUSED: something was written outside a
-                transaction.
-        """
+        """Refuse what is live no more, was restored, or was written outside a transaction."""
         if said := self._checks.writers.get(self, ""):
             raise WeightSyncError(Reason.ENGINE_REFUSED, f"{said}; attach again")
         if self.session.live is None:
@@ -120,15 +176,13 @@ class Attachment:
 
     def end(self) -> None:
         """The trainer has left: what it wrote at last is found as well."""
-        if self.on_leave is not None:
-            self.on_leave("the trainer has detached")
+        self._checks.break_off("the trainer has detached", self)
         self._stop_timer()
         self._compare()
         # What was written by then counts as its own.
         self._timer = asyncio.get_running_loop().call_later(CHECK_S, self.drop)
 
     def drop(self) -> None:
-        """Keep nothing of it."""
         self._stop_timer()
         self._checks.writers.pop(self, None)
         found, self._found = self._found, None
@@ -147,27 +201,16 @@ class Attachment:
 class Attachments:
     """Makes offers, and hands memory over to who comes with one.
 
-    Args:
-        engines: Of this host.
-        segments: Where ranks send what opens their memory.
-        socket: Path at which trainers connect.
-        metrics: Counts them.
-        blocks: What is written with in transactions.
+    Trainers connect at `socket`.
     """
 
-    def __init__(
-        self,
-        engines: EngineSet,
-        segments: SegmentServer,
-        socket: Path,
-        metrics: AttachMetrics,
-        blocks: OpenBlocks,
-    ) -> None:
+    def __init__(self, engines: EngineSet, socket: Path, metrics: Metrics) -> None:
         self._engines = engines
-        self._segments = segments
         self._socket = socket
-        self._metrics = metrics
-        self.blocks = blocks
+        self._attached = metrics.gauge(
+            "weightsync_attached_trainers", "Trainers that have the parameters of an engine."
+        )
+        self.blocks = OpenBlocks()
         self._loop = asyncio.get_running_loop()
         self._offers: dict[str, Attachment] = {}
         #: Of which the ranks are told at this moment to whom the memory goes.
@@ -179,26 +222,13 @@ class Attachments:
         self._writers: dict[tuple[str, str], Attachment] = {}
 
     def start(self, stack: contextlib.AsyncExitStack) -> None:
-        """Listen until the stack ends.
-
-        Raises:
-            WeightSyncError: REQUEST_INVALID; the path is somebody else's or holds no socket.
-        """
+        """Listen until the stack ends; REQUEST_INVALID: the path is somebody else's."""
         stack.callback(self._close)
         server = AttachServer(self._socket, lambda peer: AttachSession(self, self._loop, peer))
         stack.callback(server.close)
 
     async def offer(self, request: pb.AttachRequest, peer: str) -> pb.AttachResponse:
-        """Have every rank of an engine hand out its memory; return where it can be fetched.
-
-        Args:
-            request: Which engine, and for which job.
-            peer: Who asks, as gRPC tells it.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED with what stands in the way, REQUEST_INVALID,
-                LIMIT_EXCEEDED, or why nothing can be done with the engine now.
-        """
+        """Have every rank of an engine hand out its memory; return where it can be fetched."""
         self._check_offer(request, peer)
         applier = self.engine(request.engine)
         supervisor = applier.supervisor
@@ -211,7 +241,7 @@ class Attachments:
             remembered = all(state.holders is not None for state in states)
             guarded = bool(request.job) and remembered
             access = "read" if guarded else ""
-            found = await hand_out(session, live, self._segments, access)
+            found = await hand_out(session, live, access)
         attachment = Attachment(
             applier.name,
             session,
@@ -234,11 +264,7 @@ class Attachments:
         return pb.AttachResponse(socket=str(self._socket), secret=secret, engine=applier.name)
 
     def engine(self, name: str) -> EngineApplier:
-        """Return an engine by its name; "": the only one.
-
-        Raises:
-            WeightSyncError: REQUEST_INVALID: there are several, or none of this name.
-        """
+        """Return an engine by its name; "": the only one."""
         found = self._engines.named(name)
         if len(found) > 1:
             names = ", ".join(applier.name for applier in found)
@@ -251,15 +277,8 @@ class Attachments:
         """Return the attachment for which a transaction is begun; no other job writes beside it.
 
         Who has memory of an earlier start of the engine counts for nobody; what it begins is
-        refused by the transaction, which knows what start there is.
-
-        Args:
-            engine: Name of the engine.
-            token: Of the attachment; "": of an older release.
-            peer: Who asks, as gRPC tells it.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED.
+        refused by the transaction, which knows what start there is. An empty `token` is that of an
+        older release. `peer` is the caller's address, as gRPC gives it.
         """
         here = [one for one in self._open if one.engine == engine and is_here(peer)]
         mine = [one for one in here if one.token == token or not (token or one.job)]
@@ -284,13 +303,7 @@ class Attachments:
     async def redeem(
         self, secret: str, peer: PeerCredentials, pidfd: int
     ) -> tuple[Attachment, HandedOut]:
-        """Return what a secret opens, once every rank remembers who comes with it.
-
-        It opens nothing any more.
-
-        Raises:
-            WeightSyncError: PERMISSION_DENIED; or why the ranks cannot be told now.
-        """
+        """Return what a secret opens, once, after every rank remembers who comes with it."""
         attachment = self._offers.pop(secret, None)
         found = attachment.take() if attachment is not None else None
         if attachment is None or found is None:
@@ -310,14 +323,13 @@ class Attachments:
             self._redeeming.discard(attachment)
         attachment.begin()
         self._open.add(attachment)
-        self._metrics.set_attached(len(self._open))
+        self._attached.set(len(self._open))
         logger.info("process %d has the memory of engine %s", peer.pid, attachment.engine)
         return attachment, found
 
     async def leave(self, attachment: Attachment, peer: PeerCredentials) -> None:
-        """Take note that a trainer's connection has ended."""
         self._open.discard(attachment)
-        self._metrics.set_attached(len(self._open))
+        self._attached.set(len(self._open))
         attachment.end()
         logger.info("process %d has left engine %s", peer.pid, attachment.engine)
 
@@ -329,7 +341,7 @@ class Attachments:
                 live, always, job = live_version(session), not attachment.guarded, attachment.job
                 self._check_holders(attachment.engine, job, await session.states())
                 self._met.add((attachment.engine, pid, job))
-                await remember(session, live, self._segments, pid, pidfd, job, always=always)
+                await remember(session, live, pid, pidfd, job, always=always)
         if not here:
             # Said in there, it would be this engine that is away.
             raise WeightSyncError(
@@ -389,13 +401,7 @@ class Attachments:
 
 
 class AttachSession:
-    """See `AttachHandler`; worked by a thread of the socket.
-
-    Args:
-        attachments: Knows the offers.
-        loop: The event loop, on which everything is done.
-        peer: The process at the other end.
-    """
+    """See `AttachHandler`; worked by a thread of the socket, done on `loop`."""
 
     def __init__(
         self, attachments: Attachments, loop: asyncio.AbstractEventLoop, peer: PeerCredentials
@@ -406,32 +412,28 @@ class AttachSession:
         self._attachment: Attachment | None = None
 
     def redeem(self, secret: str, pidfd: int) -> HandedOut:
-        """Return what the secret opens."""
         work = self._attachments.redeem(secret, self._peer, pidfd)
         self._attachment, found = self._do(work)
         return found
 
     def write(self, transaction: str) -> HandedOut:
-        """Return what the block of a transaction is written with."""
-
         async def take() -> HandedOut:
-            return self._attachments.blocks.take(transaction)
+            return self._attachments.blocks.take(transaction, self._attachment)
 
         return self._do(take())
 
     def check(self) -> None:
-        """Refuse to go on where that is no use."""
         if self._attachment is not None:
             self._attachment.check()
 
     def close(self) -> None:
-        """Leave."""
         if self._attachment is not None and not self._loop.is_closed():
             leaving = self._attachments.leave(self._attachment, self._peer)
             asyncio.run_coroutine_threadsafe(leaving, self._loop)
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        with translate_os_errors("handing out the engine's memory"):
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 def _written_by(engine: str, other: Attachment) -> WeightSyncError:
@@ -449,3 +451,52 @@ def _other_job(engine: str, remedy: str) -> WeightSyncError:
         f"{remedy}: it writes engine {engine}, which one job at a time may do (processes of one "
         "torch.distributed are one job if they attach after init_process_group)",
     )
+
+
+class OpenBlocks:
+    """Gives every process of a job what opens the memory, in its block alone.
+
+    What was given is a descriptor, so that the kernel tells the ranks when all are closed.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Attachment, HandedOut]] = {}
+        self._open: set[str] = set()
+
+    def keep(self, transaction: str, writer: Attachment, found: HandedOut) -> None:
+        """Have ready what the block of a writer is written with; nobody is given it yet."""
+        self._kept[transaction] = writer, found
+
+    def open(self, transaction: str) -> None:
+        """Give what was kept to who names the transaction and is of its writer's job."""
+        self._open.add(transaction)
+
+    def close(self, transaction: str) -> None:
+        """Give it to nobody any more; repeating it is harmless."""
+        self._open.discard(transaction)
+        _, found = self._kept.pop(transaction, (None, None))
+        if found is not None:
+            found.close()
+
+    def take(self, transaction: str, attachment: Attachment | None) -> HandedOut:
+        """Return what a block is written with; the caller closes it.
+
+        APPLY_RESTORED: it is not open. ENGINE_REFUSED: `attachment` is of another job, another
+        engine or another start of it, whose ranks do not remember who has it.
+        """
+        writer, found = self._kept.get(transaction, (None, None))
+        if writer is None or found is None or transaction not in self._open:
+            raise WeightSyncError(
+                Reason.APPLY_RESTORED,
+                f"transaction {transaction} is not open, so that nothing may be written in it; "
+                "begin another one",
+            )
+        # Everybody may know its name, which GetStatus tells.
+        if attachment is None or attachment.job != writer.job:
+            raise _written_by(writer.engine, writer)
+        if (attachment.engine, attachment.engine_id) != (writer.engine, writer.engine_id):
+            raise _refused(
+                f"attach to engine {writer.engine} anew: transaction {transaction} writes its "
+                "memory, and this attachment is of another engine, or of an earlier start of it"
+            )
+        return found.copy()

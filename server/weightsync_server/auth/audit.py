@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime as dt
 import inspect
 import json
 import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import grpc
 from google.protobuf.message import Message
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.auth.caller import CALLER
+from weightsync_server.auth.caller import Caller, RejectedCall, UseCase
 from weightsync_server.auth.roles import RULES, Role
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from weightsync_server.auth.caller import Caller, RejectedCall
+    from weightsync_server.auth.admission import Auditor
     from weightsync_server.ops.metrics import Metrics
 
-__all__ = ["Audit"]
 
 logger = logging.getLogger("weightsync.audit")
 
@@ -33,12 +33,8 @@ _STRANGERS_S = 60.0
 class Audit:
     """Writes audit lines and counts them beside the calls that changed something.
 
-    `weightsync_state_calls_total` is counted where the calls do their work, and
-    `weightsync_audit_lines_total` where lines are written; with no call under way they are equal.
-
-    Args:
-        model: The configured model.
-        metrics: Where to count.
+    `weightsync_state_calls_total` and `weightsync_audit_lines_total` are equal while no call is
+    under way.
     """
 
     def __init__(self, model: str, metrics: Metrics) -> None:
@@ -59,15 +55,10 @@ class Audit:
         self._next_line_s = float("-inf")
 
     def refuse(self, error: WeightSyncError, attempt: RejectedCall, times: int = 1) -> None:
-        """Count calls that were refused at the door, and write a line.
+        """Count calls that were refused at the door, so many alike, and write a line.
 
-        Those that prove nobody's authority have one a minute, about the last of them, with their
-        number since the one before: strangers could fill the disk.
-
-        Args:
-            error: Why.
-            attempt: Who called what.
-            times: How many calls were alike.
+        Those that prove nobody's authority get one line a minute, with their number: strangers
+        could fill the disk.
         """
         counter = self._refused.get(error.reason.lower())
         if counter is not None:
@@ -92,12 +83,7 @@ class Audit:
         logger.warning("%s", json.dumps(line | ({"times": times} if times > 1 else {})))
 
     def write(self, caller: Caller, outcome: str) -> None:
-        """Write the line of one call that has ended.
-
-        Args:
-            caller: Who called what.
-            outcome: Name of its status.
-        """
+        """Write the line of one call that has ended; `outcome` is the name of its status."""
         roles = caller.rule.roles & caller.principal.roles or {Role.ADMIN}
         line = {
             "time": _now(),
@@ -114,33 +100,32 @@ class Audit:
         logger.info("%s", json.dumps(line))
         self._lines.inc()
 
-    def witness(self, servicer: Any) -> None:
-        """Make every method of a servicer that changes state refuse to run without a caller.
+    def witnessed(self, calls: Mapping[str, UseCase]) -> dict[str, UseCase]:
+        """Return what serves methods, by path; what changes state refuses to without a caller.
 
-        The interceptor has asked already. This asks again, at the work itself: if a way around the
-        interceptor is ever opened, nothing is changed and invariant 11 is counted as violated.
+        This asks again at the work itself: a way around admission changes nothing, and is counted
+        as a violation of invariant 11.
         """
-        for path, rule in RULES.items():
-            name = path.rpartition("/")[2]
-            if rule.changes and hasattr(servicer, name):
-                setattr(servicer, name, self._witnessed(path, getattr(servicer, name)))
+        return {
+            path: self._witnessed(path, call) if RULES[path].changes else call
+            for path, call in calls.items()
+        }
 
-    def _witnessed(self, path: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        async def answer(request: Any, context: Any) -> Any:
-            caller = self._ask(path)
-            caller.response = await method(request, context)
+    def _witnessed(self, path: str, call: UseCase) -> UseCase:
+        async def answer(caller: Caller, request: Any) -> Any:
+            self._ask(path, caller)
+            caller.response = await call(caller, request)
             return caller.response
 
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            caller = self._ask(path)
-            async with contextlib.aclosing(method(request, context)) as responses:
+        async def stream(caller: Caller, request: Any) -> AsyncIterator[Any]:
+            self._ask(path, caller)
+            async with contextlib.aclosing(call(caller, request)) as responses:
                 async for caller.response in responses:
                     yield caller.response
 
-        return stream if inspect.isasyncgenfunction(method) else answer
+        return stream if inspect.isasyncgenfunction(call) else answer
 
-    def _ask(self, path: str) -> Caller:
-        caller = CALLER.get()
+    def _ask(self, path: str, caller: Caller | None) -> None:
         if (
             caller is None
             or caller.method != path
@@ -152,7 +137,40 @@ class Audit:
             )
         caller.worked = True
         self._calls.inc()
-        return caller
+
+
+@contextlib.contextmanager
+def noting(
+    audit: Auditor, caller: Caller, aborted: Callable[[], Any] = lambda: None
+) -> Iterator[None]:
+    """Have the end of a call written down, if its work has begun.
+
+    `aborted` gives the status of gRPC's aborted context.
+    """
+    outcome = "UNAVAILABLE"
+    try:
+        yield
+        outcome = "OK"
+    except (asyncio.CancelledError, GeneratorExit):
+        outcome = "CANCELLED"
+        raise
+    except WeightSyncError as error:
+        outcome = error.code.name
+        raise
+    except grpc.aio.AbortError:
+        outcome = _name(aborted())
+        raise
+    finally:
+        if caller.worked:
+            audit.write(caller, outcome)
+
+
+def _name(code: Any) -> str:
+    # gRPC gives the status back as it was set: a member of its enum, or that member's number.
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    names = {status.value[0]: status.name for status in grpc.StatusCode}
+    return names.get(code, "UNKNOWN")
 
 
 def _now() -> str:

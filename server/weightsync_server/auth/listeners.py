@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import grpc
 
-from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire.keepalive import SERVER_KEEPALIVE
-from weightsync.wire.named_methods import generic_only
-from weightsync.wire.unix_sockets import claimed, umask
+from weightsync.errors import invalid_request
+from weightsync.wire.grpc_channels import SERVER_KEEPALIVE, generic_only
+from weightsync.wire.socket_server import claimed, umask
+from weightsync_server.auth.admission import Admission, Auditor
 from weightsync_server.auth.auth_interceptor import MAX_MESSAGE_BYTES, AuthorityInterceptor
-from weightsync_server.auth.authenticator import Authenticator
-from weightsync_server.auth.authority_file import AuthorityFile
+from weightsync_server.auth.principals import AuthorityFile
+from weightsync_server.auth.roles import Endpoint, ListenerSettings
 from weightsync_server.auth.tls import Certificates
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Callable, Sequence
-
-    from weightsync_server.auth.auth_interceptor import Auditor
-    from weightsync_server.auth.endpoints import Endpoint, ListenerOptions
-
-__all__ = ["Listeners"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +46,14 @@ _CANCEL_S = 4.0
 class Listeners:
     """Every address that the server listens on; nobody is served before `start`.
 
-    Args:
-        options: Addresses, authority file, certificates, limits.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID; a file cannot be used, or proves nobody's authority.
+    `more` are endpoints that no setting names.
     """
 
-    def __init__(self, options: ListenerOptions) -> None:
-        self._model = options.model
-        self._endpoints = options.endpoints
+    def __init__(
+        self, model: str, options: ListenerSettings, more: Sequence[Endpoint] = ()
+    ) -> None:
+        self._model = model
+        self._endpoints = [*options.endpoints, *more]
         connections = ("grpc.max_allowed_incoming_connections", options.max_connections)
         self._options = [*_OPTIONS, connections]
         self._most_calls = options.max_calls
@@ -85,12 +75,8 @@ class Listeners:
     ) -> list[Endpoint]:
         """Take every address and return them, with the ports that were chosen.
 
-        Call it while no other thread makes files: it changes the umask for a moment.
-
-        Args:
-            audit: Told of every call.
-            interceptors: Those that come after authority.
-            serve: Adds the services to a gRPC server.
+        Call it while no other thread makes files: it changes the umask for a moment. `interceptors`
+        come after authority.
 
         Raises:
             WeightSyncError: An address is somebody else's, or not of this host.
@@ -98,7 +84,7 @@ class Listeners:
         """
         bound = []
         for group in self._groups():
-            first = AuthorityInterceptor(Authenticator(group[0], self._file), self._model, audit)
+            first = AuthorityInterceptor(self.admission(group[0], audit))
             server = grpc.aio.server(
                 interceptors=[first, *interceptors],
                 options=self._options,
@@ -109,16 +95,14 @@ class Listeners:
             bound += [replace(endpoint, address=self._bind(server, endpoint)) for endpoint in group]
         return bound
 
-    def authenticator(self, endpoint: Endpoint) -> Authenticator:
-        """Return what names the principals of calls that come in on an address of another kind."""
-        return Authenticator(endpoint, self._file)
+    def admission(self, endpoint: Endpoint, audit: Auditor) -> Admission:
+        return Admission(endpoint, self._file, self._model, audit)
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Return what such an address encrypts its connections with; None: there is no TLS."""
         return self._certificates.context() if self._certificates is not None else None
 
     async def start(self) -> None:
-        """Serve."""
         for server in self._servers:
             await server.start()
 
@@ -165,10 +149,9 @@ class Listeners:
             else:
                 port = server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID,
+            raise invalid_request(
                 f"{address} is taken, or is no address of this host; choose another with --listen "
-                "(with --ingest N, the N ports after it must be free as well)",
+                "(with --ingest N, the N ports after it must be free as well)"
             ) from error
         return f"{address.rpartition(':')[0]}:{port}"
 
@@ -187,8 +170,7 @@ async def _why_shut(server: grpc.aio.Server) -> str:
 def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
     principals = file.current()
     if not principals.has_tokens and not (principals.has_certificates and takes_certificates):
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
+        raise invalid_request(
             "nobody could prove authority: the authority file has no token, and no certificate "
-            "name that could be used; add tokens, or certificate names and --tls-client-ca",
+            "name that could be used; add tokens, or certificate names and --tls-client-ca"
         )

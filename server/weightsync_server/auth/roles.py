@@ -1,16 +1,18 @@
-"""The one table from RPC to role: what is not in it, nobody may call."""
+"""The one table from RPC to role, and the sockets that stand for a role."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["PUSH_WEIGHTS", "RULES", "Reserved", "Role", "Rule"]
+from weightsync.wire.grpc_channels import is_private
+from weightsync_server.ops.settings_group import setting
 
 
 class Role(enum.StrEnum):
@@ -40,12 +42,9 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A field of a request that takes more than the right to call.
+    """A field of a request that takes `role` besides the right to call; admin always suffices.
 
-    Attributes:
-        field: Its name.
-        role: What it takes; the admin role always suffices.
-        value: The number that takes it, as of an enum; None: every one but the default.
+    `value` is the number that takes it; None: every one but the default.
     """
 
     field: str
@@ -53,7 +52,6 @@ class Reserved:
     value: int | None = None
 
     def allows(self, request: Any, roles: frozenset[Role]) -> bool:
-        """Return whether a caller with these roles may send that request."""
         found = getattr(request, self.field)
         asked = bool(found) if self.value is None else found == self.value
         return not asked or bool({self.role, Role.ADMIN} & roles)
@@ -61,20 +59,13 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who may call one RPC.
-
-    Attributes:
-        roles: Any one of them suffices; the admin role always does.
-        changes: Whether it changes state: then every call leaves an audit line.
-        reserved: Fields of the request that take another role besides.
-    """
+    """Who may call one RPC: any of the `roles`, or admin. If it `changes` state, it is audited."""
 
     roles: frozenset[Role]
     changes: bool = False
     reserved: tuple[Reserved, ...] = ()
 
     def allows(self, roles: frozenset[Role]) -> bool:
-        """Return whether a caller with these roles may call."""
         return Role.ADMIN in roles or bool(self.roles & roles)
 
 
@@ -134,3 +125,137 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Rule(_ANY),
     }
 )
+
+
+_MAX_PORT = 65535
+#: What ends with a port, or with the name of a service.
+_WITH_PORT = re.compile(r".*:[\w-]+", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One address to listen on: HOST:PORT or unix:PATH, as gRPC takes it.
+
+    `role` is that of every process that can open a unix socket; None: it gives none. A `private`
+    unix socket is for its owner alone, and not for the group.
+    """
+
+    address: str
+    role: Role | None = None
+    private: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read HOST:PORT, unix:PATH or unix:PATH?role=ROLE; ValueError has the remedy."""
+        address, mark, query = text.partition("?")
+        if not mark:
+            if not address.startswith("unix:") and not _has_port(address):
+                raise ValueError(
+                    f"{text!r} names no port; write HOST:PORT, such as 127.0.0.1:50551 (a host of "
+                    "IPv6 in brackets), or unix:PATH"
+                )
+            return cls(address)
+        key, _, value = query.partition("=")
+        if not address.startswith("unix:") or key != "role" or value not in list(Role):
+            raise ValueError(
+                f"{text!r} is no address; only unix:PATH?role=... takes one of {', '.join(Role)}"
+            )
+        return cls(address, Role(value))
+
+    def __str__(self) -> str:
+        return f"{self.address}?role={self.role}" if self.role else self.address
+
+    @property
+    def is_socket(self) -> bool:
+        return self.address.startswith("unix:")
+
+    @property
+    def takes_pushes(self) -> bool:
+        """Whether a caller of PushWeights can have authority here."""
+        return self.role is None or RULES[PUSH_WEIGHTS].allows(frozenset({self.role}))
+
+    def ingest_endpoint(self, number: int) -> Self:
+        """Return the endpoint of an ingest process: PORT + number, or unix:PATH.number."""
+        if self.is_socket:
+            return replace(self, address=f"{self.address}.{number}")
+        host, _, port = self.address.rpartition(":")
+        if not port.isdecimal() or int(port) + number > _MAX_PORT:
+            raise ValueError(
+                f"{self.address} has no port of which {number} more is one; choose another"
+            )
+        # With port 0 each takes any that is free.
+        return replace(self, address=f"{host}:{int(port) and int(port) + number}")
+
+
+def _check_listen(addresses: list[str]) -> list[str]:
+    sockets = set()
+    for address in addresses:
+        socket = Endpoint.parse(address).address
+        if socket in sockets and socket.startswith("unix:"):
+            raise ValueError(f"{socket} is named twice; give each role a path of its own")
+        sockets.add(socket)
+    if not addresses:
+        raise ValueError("name at least one address to listen on")
+    return addresses
+
+
+@dataclass(frozen=True)
+class ListenerSettings:
+    """Where the server listens, who may call there, and how many at once."""
+
+    listen: list[str] = setting(
+        ["127.0.0.1:50551"],
+        "gRPC addresses: HOST:PORT, unix:PATH, or unix:PATH?role=ROLE, a socket that gives ROLE "
+        "(push, train, apply, read, follow, member, fleet or admin) to all who may open it. Other "
+        "hosts can reach an address only with TLS and an authority file.",
+        check=_check_listen,
+    )
+    authority: Path | None = setting(
+        None,
+        "TOML or JSON file with the roles of callers; read again on change. Unset: any caller on "
+        "this host may do everything.",
+    )
+    tls_cert: Path | None = setting(
+        None, "Certificate chain, PEM: TLS on every TCP address. Read again on change."
+    )
+    tls_key: Path | None = setting(None, "Key of tls_cert, PEM, no password.")
+    tls_client_ca: Path | None = setting(
+        None, "CA of clients, PEM: only clients with a certificate from it may connect."
+    )
+    max_calls: int = setting(1024, "Concurrent calls of every kind.", ge=16)
+    max_connections: int = setting(512, "Concurrent connections to each address.", ge=1)
+
+    def check(self, others: Sequence[Endpoint]) -> None:
+        """Refuse with ValueError, at `others` too, what a stranger could reach and use."""
+        if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
+            raise ValueError("tls_cert and tls_key go together, and tls_client_ca needs both")
+        for endpoint in [*self.endpoints, *others]:
+            if is_private(endpoint.address):
+                continue
+            if not self.tls_cert:
+                raise ValueError(
+                    f"{endpoint.address} can be reached from other hosts; give --tls-cert and "
+                    "--tls-key, or listen on 127.0.0.1:PORT or unix:PATH"
+                )
+            if not self.authority:
+                raise ValueError(
+                    f"{endpoint.address} can be reached from other hosts and nobody is asked who "
+                    "calls; give --authority FILE with tokens or certificate names"
+                )
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return [Endpoint.parse(address) for address in self.listen]
+
+    def of_ingest(self, place: int) -> list[Endpoint]:
+        """Return where an ingest process listens, by its number from 0; ValueError: nowhere."""
+        return [one.ingest_endpoint(place + 1) for one in self.endpoints if one.takes_pushes]
+
+
+def _has_port(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return _WITH_PORT.fullmatch(address) is not None
+    # The last part of a bare address of IPv6 is no port.
+    return False

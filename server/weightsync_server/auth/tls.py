@@ -1,37 +1,70 @@
-"""TLS of the server: certificates are read again when their files change."""
+"""TLS: the server's certificates, files for TLS to another server, and files that hold secrets."""
 
 from __future__ import annotations
 
 import logging
+import os
 import ssl
-from typing import TYPE_CHECKING
+import stat
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
-from weightsync.errors import WeightSyncError
-from weightsync_server.auth.secret_files import read_private, refused, stamp
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["Certificates"]
+from weightsync.errors import WeightSyncError, invalid_request
 
 logger = logging.getLogger(__name__)
+
+
+_MAX_BYTES = 1 << 20
+_FORBIDDEN = stat.S_IWGRP | stat.S_IWOTH | stat.S_IROTH
+
+
+def stamp(path: Path) -> tuple[int, ...] | None:
+    """Return the stamp of what a path names now, links followed; None: nothing that is there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def read_private(path: Path, what: str) -> bytes:
+    """Return the content of a file that only its owner changes and others cannot read.
+
+    `path` may be a link. `what` is the subject of a sentence. Raises REQUEST_INVALID if the file
+    cannot be read, or its owner or mode is too open.
+    """
+    try:
+        # O_NONBLOCK: a pipe in its place must not make the server wait.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise invalid_request(f"{what} {path} cannot be read: {error.strerror}") from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            raise invalid_request(f"{what} {path} is no file of at most 1 MiB; name another")
+        if status.st_mode & _FORBIDDEN:
+            raise invalid_request(
+                f"{what} {path} has mode {stat.S_IMODE(status.st_mode):04o}, so others may read or "
+                "change it; set it to 0600 or 0640"
+            )
+        if status.st_uid not in (0, os.geteuid()):
+            raise invalid_request(
+                f"{what} {path} belongs to user {status.st_uid}; make root or this server's user "
+                "its owner"
+            )
+        return os.read(fd, _MAX_BYTES)
+    finally:
+        os.close(fd)
 
 
 class Certificates:
     """The server's certificate, its key and whose client certificates it takes.
 
-    A connection gets what the files hold when it is made. While they hold no pair that fits, as
-    in the midst of a change, it gets the last one that did.
-
-    Args:
-        certificate: The server's chain, PEM.
-        key: Its key, PEM.
-        client_ca: Authorities whose client certificates are taken, and then demanded, PEM.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID; they cannot be used.
+    A connection gets what the files hold when it is made. While they hold no pair that fits, as in
+    the midst of a change, it gets the last one that did. All are PEM; `certificate` is the chain.
+    With `client_ca`, client certificates are demanded.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
@@ -41,7 +74,6 @@ class Certificates:
         self._configuration = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server listens with."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration,
             self._current,
@@ -49,7 +81,6 @@ class Certificates:
         )
 
     def context(self) -> ssl.SSLContext:
-        """Return what another server than gRPC's listens with."""
         return self._context
 
     def _current(self) -> grpc.ServerCertificateConfiguration:
@@ -81,7 +112,7 @@ class Certificates:
             # The password keeps OpenSSL from asking for one at the terminal.
             context.load_cert_chain(self._certificate, self._key, password="")
         except (ssl.SSLError, OSError) as error:
-            raise refused(
+            raise invalid_request(
                 f"{self._certificate} and {self._key} are no PEM certificate and its key "
                 f"without a password ({_why(error)})"
             ) from None
@@ -90,7 +121,9 @@ class Certificates:
                 context.load_verify_locations(cadata=roots.decode("ascii"))
                 context.verify_mode = ssl.CERT_REQUIRED
         except (ssl.SSLError, ValueError) as error:
-            raise refused(f"{self._client_ca} holds no PEM certificates ({_why(error)})") from None
+            raise invalid_request(
+                f"{self._client_ca} holds no PEM certificates ({_why(error)})"
+            ) from None
         # Called at each handshake, whatever name the client asks for.
         context.sni_callback = self._switch
         return context
@@ -108,4 +141,51 @@ def _read(path: Path, what: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise refused(f"{what} {path} cannot be read: {error.strerror}") from None
+        raise invalid_request(f"{what} {path} cannot be read: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """PEM files for TLS to another server, which sentences call `peer`.
+
+    Without a `ca`, the authorities of this host count; without a `certificate`, none is shown.
+    Others may not read the `key`.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    peer: str = "the other server"
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Read the files; REQUEST_INVALID: one is missing, cannot be read or does not fit."""
+        peer = self.peer
+        if (self.certificate is None) != (self.key is None):
+            raise invalid_request(
+                f"a client certificate for {peer} needs its key, and a key its certificate"
+            )
+        credentials = grpc.ssl_channel_credentials(
+            _read(self.ca, f"{peer}'s CA") if self.ca else None,
+            read_private(self.key, f"the key for {peer}") if self.key else None,
+            _read(self.certificate, f"the certificate for {peer}") if self.certificate else None,
+        )
+        self._check()
+        return credentials
+
+    def _check(self) -> None:
+        # gRPC takes anything, and then connects to nobody.
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except ssl.SSLError:
+            raise invalid_request(
+                f"{self.peer}'s CA {self.ca} holds no certificate in PEM; name another"
+            ) from None
+        if self.certificate and self.key:
+            try:
+                # The password keeps OpenSSL from asking for one at the terminal.
+                context.load_cert_chain(self.certificate, self.key, password="")
+            except ssl.SSLError:
+                raise invalid_request(
+                    f"{self.certificate} and {self.key} are no certificate in PEM with its key, "
+                    "without a password; name a pair that fits"
+                ) from None

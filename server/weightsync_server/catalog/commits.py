@@ -4,64 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.manifest import Manifest
+from weightsync.model.manifest import Layout, Manifest
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.epochs import Epochs
+from weightsync_server.catalog.pins import Pins
+from weightsync_server.catalog.version_events import VersionCommitted
 from weightsync_server.ops.tasks import to_end
+from weightsync_server.store.store_records import DeltaFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from weightsync.model.manifest import Layout
-    from weightsync_server.catalog.epochs import Epochs
-    from weightsync_server.catalog.layout_cache import KnownLayout, KnownLayouts
-    from weightsync_server.catalog.pins import Pins
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.ops.metrics import DeltaCounts
     from weightsync_server.store.disk_quota import DiskQuota
     from weightsync_server.store.protocol import Store
-    from weightsync_server.store.store_records import CommitRecord, DeltaFacts
-
-__all__ = ["CommitService", "CommittedDelta"]
+    from weightsync_server.store.store_records import CommitRecord
 
 
-class CommittedDelta(Protocol):
-    """A delta that was pushed and proved, as far as its commit needs to know it."""
+@dataclass(frozen=True)
+class CommittedDelta:
+    """A version as the change of `base`; `manifest` is that of the delta's own shards.
 
-    @property
-    def base(self) -> VersionRecord:
-        """The version that it changes."""
+    `changed` counts the elements that the delta told; of a tensor that came densely, all. If
+    `kept`, the store keeps the delta; else the whole version, or nothing.
+    """
 
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of its own shards."""
-
-    @property
-    def kept(self) -> bool:
-        """Whether the store keeps the delta, and not the whole version."""
+    base: VersionRecord
+    manifest: Manifest
+    changed: int
+    counts: DeltaCounts
+    kept: bool
 
     @property
     def facts(self) -> DeltaFacts:
         """What the commit record says of it."""
+        base, counts = self.base, self.counts
+        if not self.kept or base.commit is None:
+            return DeltaFacts(self.changed, counts.fraction)
+        digest = base.commit.content_digest
+        return DeltaFacts(self.changed, counts.fraction, base.version, digest, counts.delta_bytes)
 
 
 class CommitService:
-    """Makes versions exist, and erases them; nothing of it is ever left half done.
-
-    Args:
-        table: The versions of the model.
-        epochs: Who may write.
-        pins: What is remembered of versions that are gone.
-        store: Where versions are kept.
-        layouts: Layouts that versions share.
-        disk: Is told of room that is being freed.
-
-    Attributes:
-        on_commit: Called after each commit.
-    """
+    """Makes versions exist, and erases them, never by half; publishes `VersionCommitted`."""
 
     def __init__(
         self,
@@ -72,7 +64,6 @@ class CommitService:
         layouts: KnownLayouts,
         disk: DiskQuota,
     ) -> None:
-        self.on_commit: Callable[[], None] = lambda: None
         self._table = table
         self._epochs = epochs
         self._pins = pins
@@ -94,7 +85,6 @@ class CommitService:
         return manifest
 
     async def layout(self, digest: str) -> KnownLayout | None:
-        """Return a layout that an earlier version had, or None."""
         if self._layouts.get(digest) is None:
             same = (r for r in self._table.list() if r.commit and r.commit.layout_digest == digest)
             if (record := next(same, None)) is not None:
@@ -102,7 +92,6 @@ class CommitService:
         return self._layouts.get(digest)
 
     async def manifest(self, record: VersionRecord) -> Manifest:
-        """Return the manifest of a committed version, from memory or the store."""
         if record.manifest is not None:
             return record.manifest
         manifest = await self._store.manifest(record.model, record.version)
@@ -119,15 +108,10 @@ class CommitService:
     ) -> CommitRecord:
         """Make a version exist, once and for ever; every shard is verified and durable.
 
-        Args:
-            record: Its slot holds the bytes.
-            manifest: From `seal`.
-            trainer_verified: The trainer's own digests were compared.
-            adopted: It is the engine's checkpoint, which no writer's epoch guards.
-            delta: What was pushed of it; None: all.
-
-        Raises:
-            WeightSyncError: EPOCH_STALE, VERSION_NOT_ABOVE or what the store says; nothing changed.
+        The slot of `record` holds the bytes, and `manifest` comes from `seal`. `trainer_verified`:
+        the trainer's own digests were compared. `adopted`: it is the engine's checkpoint, which no
+        writer's epoch guards. Without a `delta`, all was pushed. If it raises EPOCH_STALE,
+        VERSION_NOT_ABOVE or an error of the store, nothing changed.
         """
         async with self._epochs.lock:
             self._admit(record, adopted=adopted)
@@ -144,15 +128,12 @@ class CommitService:
             except WeightSyncError as error:
                 self._epochs.doubt(error)
                 raise
-            record.commit, record.base = commit, kept.base if kept else None
-            record.durability = pb.DURABILITY_COMMITTED
-            record.missing = None
+            record.become_committed(commit, kept.base if kept else None)
             self._table.staged(record, manifest)
-        self.on_commit()
+        self._table.events.publish(VersionCommitted(record))
         return commit
 
     def _admit(self, record: VersionRecord, *, adopted: bool) -> None:
-        """Refuse what may not be committed now."""
         if not adopted and record.epoch != self._epochs.newest:
             raise self._epochs.stale(record.epoch)
         numbered = adopted or record.backfill or record.in_place
@@ -166,8 +147,7 @@ class CommitService:
     async def erase(self, record: VersionRecord) -> None:
         """Delete a committed version that nobody uses; no check is made.
 
-        Raises:
-            WeightSyncError: What the store says; the version is there as before, or gone.
+        If the store refuses, it is there as before, or gone.
         """
         # Gone for everybody before the first await, so that nothing can begin to use it.
         self._table.remove(record)
@@ -180,21 +160,15 @@ class CommitService:
         await to_end(erasing)
 
     async def catch_up(self) -> None:
-        """Take up what other servers have committed to the same store.
-
-        Raises:
-            WeightSyncError: The store cannot be used.
-        """
+        """Take up what other servers have committed to the same store."""
         if not self._store.local:
             async with self._epochs.lock:
                 await self._epochs.catch_up()
 
     async def collects(self) -> bool:
-        """Return whether this server may delete versions: of several with one store, one may."""
         return await self._store.collects(self._table.name)
 
     async def scrub(self, record: VersionRecord) -> None:
-        """Remove what the store holds of a version, for ever."""
         if not record.local:
             await self._pins.use(record.version)
         await self._store.delete(record.model, record.version)
@@ -203,7 +177,6 @@ class CommitService:
             await self.unmark(record)
 
     async def unmark(self, record: VersionRecord) -> None:
-        """Forget what people decided about a version that is gone."""
         await self._pins.change(record.version, pinned=False, rejected="")
 
     async def _erased(self, record: VersionRecord) -> None:
@@ -221,3 +194,33 @@ class CommitService:
             if error.reason is Reason.VERSION_UNKNOWN:
                 return
         self._table.add(record)
+
+
+_KEPT = 4
+
+
+@dataclass(eq=False)
+class KnownLayout:
+    """A checked layout, which all versions that have it share.
+
+    `headers` has, by shard index, the digest of the checked header bytes.
+    """
+
+    layout: Layout
+    headers: dict[int, bytes] = field(default_factory=dict)
+
+
+class KnownLayouts:
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, KnownLayout] = OrderedDict()
+
+    def get(self, digest: str) -> KnownLayout | None:
+        return self._known.get(digest)
+
+    def remember(self, layout: Layout) -> KnownLayout:
+        """Return the remembered equal of `layout`. Its digest should have been computed before."""
+        known = self._known.setdefault(layout.digest, KnownLayout(layout))
+        self._known.move_to_end(layout.digest)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return known

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from weightsync.model.manifest import Layout, TensorEntry
     from weightsync_server.catalog.record import VersionRecord
 
-__all__ = ["EngineLayouts", "LayoutPage"]
 
 #: Bytes of a page, counted generously: well below the 1 MiB that the contract allows a message.
 _PAGE_BYTES = 512 << 10
@@ -26,8 +24,6 @@ _TENSOR_BYTES, _DIM_BYTES = 32, 10
 
 
 class _Engine(Protocol):
-    """What is asked of an engine."""
-
     @property
     def proved(self) -> VersionRecord | None:
         """What every rank is proved to hold; None: that is not known."""
@@ -37,12 +33,10 @@ class _Engine(Protocol):
 
 
 class LayoutPage(NamedTuple):
-    """Some of the tensors that all engines hold.
+    """Some of the tensors that all engines hold, sorted by name.
 
-    Attributes:
-        signature: Of all of them; empty: they are not known.
-        tensors: Those of this page, sorted by name.
-        next_token: Asks for the next page; empty: this is the last one.
+    `signature` is that of all of them, or "" if not known. An empty `next_token` marks the last
+    page.
     """
 
     signature: str
@@ -51,11 +45,7 @@ class LayoutPage(NamedTuple):
 
 
 class EngineLayouts:
-    """The layouts of what engines are proved to hold.
-
-    Attributes:
-        engines: By name, as long as they are there.
-    """
+    """What engines are proved to hold; `engines` has each one only while it is there."""
 
     def __init__(self) -> None:
         self.engines: WeakValueDictionary[str, _Engine] = WeakValueDictionary()
@@ -76,14 +66,9 @@ class EngineLayouts:
     async def check_whole(
         self, tensors: Sequence[TensorEntry], known: Layout | None = None
     ) -> None:
-        """Refuse a version that lacks tensors which an engine needs; one that is away needs none.
+        """Refuse a version that lacks tensors which an engine needs, unless that engine is away.
 
-        Args:
-            tensors: All of the version's.
-            known: Their layout, if other versions have it as well.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED, naming those that are absent.
+        `known` is the layout of `tensors`, if other versions have it as well.
         """
         for name, engine in list(self.engines.items()):
             record = engine.proved
@@ -99,12 +84,9 @@ class EngineLayouts:
                     self._spare.popitem(last=False)
 
     async def page(self, known: str, token: str) -> LayoutPage:
-        """Return a page of `current`.
+        """Return a page of `current`, without tensors if `known` is its signature.
 
-        Args:
-            known: A signature of which the caller has all tensors.
-            token: From the page before; of another layout than is held now, or of none: the first
-                page is returned.
+        An empty `token`, or one of another layout than is held now, gets the first page.
         """
         layout = await self.current()
         if layout is None:
@@ -127,7 +109,6 @@ def _absent(needed: Sequence[TensorEntry], tensors: Sequence[TensorEntry]) -> fr
 
 
 def _page(layout: Layout, first: int) -> list[TensorEntry]:
-    """Return the tensors of a page, sorted by name."""
     size = 0
     page: list[TensorEntry] = []
     for at in layout.by_name[first:]:

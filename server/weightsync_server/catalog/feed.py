@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.catalog.version_events import VersionChanged
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.catalog.table import VersionTable
 
-__all__ = ["ChangeFeed", "VersionEvent"]
 
 _QUEUE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class VersionEvent:
-    """A version as it was after one change.
+    """A version as it was after one change; `info` does not change any more.
 
-    Attributes:
-        info: The version, not changed any more.
-        revision: Rises with every change of this server's life.
-        deleted: The version is gone.
-        initial: Tells the state at the beginning of a watch.
+    `revision` rises with every change while the server lives. An `initial` event gives the state at
+    the start.
     """
 
     info: pb.VersionInfo
@@ -38,18 +34,12 @@ class VersionEvent:
 
 
 class ChangeFeed:
-    """Hands each change to all watchers without waiting for any of them.
-
-    Args:
-        table: The versions that are watched.
-    """
-
     def __init__(self, table: VersionTable) -> None:
         self._table = table
         self._revision = 0
         self._closed = False
         self._queues: set[asyncio.Queue[VersionEvent | None]] = set()
-        table.on_change.append(self._emit)
+        table.events.on(VersionChanged, lambda event: self._emit(event.record))
 
     def _emit(self, record: VersionRecord) -> None:
         """Tell every watcher; one that is too slow to keep `_QUEUE` changes is dropped."""
@@ -74,10 +64,7 @@ class ChangeFeed:
     async def watch(self) -> AsyncIterator[VersionEvent]:
         """Yield the present state of every version, oldest first, then each change.
 
-        It ends when the caller stops or the feed is closed.
-
-        Raises:
-            WeightSyncError: LIMIT_EXCEEDED when the caller is too slow.
+        Ends when the feed is closed; raises LIMIT_EXCEEDED if the caller is too slow.
         """
         queue: asyncio.Queue[VersionEvent | None] = asyncio.Queue(_QUEUE)
         if not self._closed:

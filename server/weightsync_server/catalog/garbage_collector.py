@@ -1,44 +1,38 @@
-"""Who may be deleted, and the deletions that nobody waits for."""
+"""Which committed versions may be deleted, which are to bound the store, and the deletions."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.serving import ServingState
+from weightsync_server.ops.settings_group import setting
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
     from weightsync_server.catalog.commits import CommitService
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.catalog.retention import Retention, Surplus
-    from weightsync_server.catalog.serving import ServingState
     from weightsync_server.catalog.table import VersionTable
     from weightsync_server.store.disk_quota import DiskQuota
 
-__all__ = ["GarbageCollector"]
 
 logger = logging.getLogger(__name__)
+
+
+async def nothing() -> frozenset[str]:
+    """Return that no other server needs anything, as where there is none."""
+    return frozenset()
 
 
 class GarbageCollector:
     """Bounds the store; never touches what is live, leased, pinned or being written.
 
-    Args:
-        table: The versions of the model.
-        serving: Which of them is live.
-        commits: Erases versions.
-        retention: Bounds on what the store keeps.
-        disk: Is told of room that is being freed.
-
-    Attributes:
-        on_surplus: Called with what exceeds the bounds, and how many versions may be carried,
-            before anything is deleted.
-        needed_elsewhere: Returns the contents that other servers need, which are not collected;
-            while it raises `WeightSyncError`, nothing is.
+    Contents that `needed_elsewhere` returns stay; while it raises `WeightSyncError`, all do.
+    `SurplusFound` is published before anything is deleted.
     """
 
     def __init__(
@@ -48,9 +42,9 @@ class GarbageCollector:
         commits: CommitService,
         retention: Retention,
         disk: DiskQuota,
+        needed_elsewhere: Callable[[], Awaitable[frozenset[str]]] = nothing,
     ) -> None:
-        self.on_surplus: Callable[[Surplus, int], None] = lambda _surplus, _most_carried: None
-        self.needed_elsewhere: Callable[[], Awaitable[frozenset[str]]] = _nothing
+        self._needed_elsewhere = needed_elsewhere
         self._unknown = ""
         self._table = table
         self._serving = serving
@@ -75,13 +69,7 @@ class GarbageCollector:
     async def delete(self, version: int, *, force: bool = False) -> None:
         """Delete a committed version; its number is never used again.
 
-        Args:
-            version: The version.
-            force: The way back of a rollback may go, and what other servers need.
-
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN, VERSION_IN_USE; EPOCH_STALE: of the servers that
-                share the store, another one may.
+        With `force`, even if a rollback or other servers need it.
         """
         if not force:
             await self._refuse_needed(self._table.get(version))
@@ -89,7 +77,7 @@ class GarbageCollector:
 
     async def _refuse_needed(self, record: VersionRecord) -> None:
         try:
-            needed = record.content_digest in await self.needed_elsewhere()
+            needed = record.content_digest in await self._needed_elsewhere()
             why = "a member of the fleet serves it, goes to it or would go back to it"
         except WeightSyncError as error:
             needed, why = True, f"whether the fleet needs it is not known now: {error.message}"
@@ -115,7 +103,6 @@ class GarbageCollector:
         await self._commits.erase(record)
 
     def need(self, record: VersionRecord) -> str:
-        """Tell why a version must not be deleted, with what to do; empty: it may be."""
         use = self.use(record)
         if use or not record.holds:
             above = [r.version for r in self._table.list() if r.base is record]
@@ -125,11 +112,9 @@ class GarbageCollector:
         return "the base of a delta that is being pushed; retry when that push has ended"
 
     def collect(self) -> None:
-        """Begin to delete what exceeds the retention."""
         self.spawn(self._collect())
 
     async def close(self) -> None:
-        """Wait for deletions."""
         while self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
 
@@ -151,7 +136,7 @@ class GarbageCollector:
                 return
         self._unknown = ""
         surplus = self._surplus(needed)
-        self.on_surplus(surplus, self._retention.versions)
+        self._table.events.publish(SurplusFound(surplus, self._retention.versions))
         for record in surplus.doomed:
             there = self._table.find(record.version) is record
             if there and not self._kept(record) and not self.need(record):
@@ -168,7 +153,7 @@ class GarbageCollector:
     async def _needed(self) -> frozenset[str]:
         """Return what other servers need, their pins being known here from then on."""
         await self._serving.read_marks()
-        return await self.needed_elsewhere()
+        return await self._needed_elsewhere()
 
     def _tell_unknown(self, why: str) -> None:
         if why != self._unknown:
@@ -185,7 +170,6 @@ class GarbageCollector:
             logger.warning("version %d stays for now: %s", version, error.message)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a deletion that nobody waits for."""
         task = asyncio.create_task(work)
         self._background.add(task)
         self._disk.frees(task)
@@ -197,5 +181,72 @@ class GarbageCollector:
             logger.error("deleting a version failed: %r", error)
 
 
-async def _nothing() -> frozenset[str]:
-    return frozenset()
+class Surplus(NamedTuple):
+    """What exceeds the bounds.
+
+    `doomed` are in the order of deletion, a delta before its base. `carried` stay only because a
+    version that stays is based on them. `full`: bytes are over the limit even without the doomed.
+    """
+
+    doomed: list[VersionRecord]
+    carried: list[VersionRecord]
+    full: bool
+
+    def weighs_on(self, newest: VersionRecord, most: int) -> bool:
+        """Tell whether to keep the newest version in full, so that at most `most` are carried."""
+        carried = sum(_stored(record) for record in self.carried)
+        gains = newest.commit is not None and carried > newest.commit.size_bytes
+        return len(self.carried) > most or (self.full and gains)
+
+
+class SurplusFound(NamedTuple):
+    surplus: Surplus
+    #: How many versions may be carried for the sake of others.
+    most_carried: int
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Bounds on what is kept; 0 bytes is no limit. Bases of kept deltas do not count."""
+
+    versions: int = setting(
+        8, "Committed versions kept in the store.", name="retain_versions", ge=2
+    )
+    bytes: int = setting(0, "Bytes kept in the store; 0: no limit.", name="retain_bytes", ge=0)
+
+    def surplus(
+        self, records: Iterable[VersionRecord], kept: Callable[[VersionRecord], bool]
+    ) -> Surplus:
+        """Return what exceeds the bounds, oldest first; what is `kept` counts and stays."""
+        ordered = sorted(records, key=lambda record: record.order)
+        count = len(ordered)
+        size = sum(map(_stored, ordered))
+        chosen = []
+        for record in ordered:
+            if count <= self.versions and (not self.bytes or size <= self.bytes):
+                break
+            if kept(record) or record.commit is None:
+                continue
+            chosen.append(record)
+            count -= 1
+            size -= _stored(record)
+        return self._divided(ordered, chosen)
+
+    def _divided(
+        self, ordered: Sequence[VersionRecord], chosen: Sequence[VersionRecord]
+    ) -> Surplus:
+        gone = {record.version for record in chosen}
+        needed = {
+            base.version
+            for record in ordered
+            if record.version not in gone
+            for base in record.chain[1:]
+        }
+        doomed = [record for record in reversed(chosen) if record.version not in needed]
+        carried = [record for record in chosen if record.version in needed]
+        left = sum(map(_stored, ordered)) - sum(map(_stored, doomed))
+        return Surplus(doomed, carried, bool(self.bytes) and left > self.bytes)
+
+
+def _stored(record: VersionRecord) -> int:
+    return record.commit.stored_bytes if record.commit is not None else 0

@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weightsync_server.store.protocol import Store
 
-__all__ = ["Pins"]
-
 
 class Pins:
     """Pins, rejections and the highest number ever used.
 
-    Servers that share a store share these: each change is made to what the store has then. Of two
-    servers that change something at the same moment, the change of one may be lost.
-
-    Attributes:
-        pinned: Versions that are never collected.
-        rejected: Reason by version.
-        highest: Highest committed version that was deleted, so that its number is not used again.
+    Each change is made to what the store has then; of two servers that change something at the same
+    moment, the change of one may be lost. `rejected` has the reason by version, `highest` is that
+    of the deleted committed versions.
     """
 
     def __init__(self, model: str, store: Store) -> None:
@@ -32,20 +26,13 @@ class Pins:
         self._lock = asyncio.Lock()
 
     async def open(self) -> None:
-        """Read what was persisted."""
         async with self._lock:
             await self._read()
 
     async def change(
         self, version: int, *, pinned: bool | None = None, rejected: str | None = None
     ) -> None:
-        """Persist a change, then make it; what is not given stays.
-
-        Args:
-            version: The version.
-            pinned: Pin or unpin it.
-            rejected: Reason to reject it; empty: no longer.
-        """
+        """Persist a change, then make it; what is None stays. An empty reason ends a rejection."""
         async with self._lock:
             await self._read()
             pins, reasons = set(self.pinned), dict(self.rejected)

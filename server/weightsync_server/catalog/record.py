@@ -1,33 +1,39 @@
-"""One version as the server knows it, and how it is told to clients."""
+"""One version as the server knows it, and how clients are shown it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.catalog.local_numbers import FIRST_LOCAL, LOCAL_BEFORE
-from weightsync_server.store.store_records import CommitRecord
+from weightsync_server.store.store_records import CommitRecord, DeltaFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from weightsync.model.manifest import Manifest
     from weightsync.shm.segments import Segment
-    from weightsync_server.store.store_records import DeltaFacts
+    from weightsync_server.catalog.in_place_push import InPlacePush
 
-__all__ = ["Residence", "VersionRecord"]
+
+#: Half of all numbers: trainers do not come there one by one.
+FIRST_LOCAL = 1 << 52
+#: Subtracted from a local number, it stands below all others.
+LOCAL_BEFORE = 1 << 53
+
+
+def local_number(content_digest: str) -> int:
+    """Return the number of content that has none elsewhere: the same wherever it is."""
+    return FIRST_LOCAL + int(content_digest, 16) % FIRST_LOCAL
 
 
 class Residence(Protocol):
     """Where the bytes of a version lie in shared memory; a slot is one.
 
-    Attributes:
-        leases: Readers that rely on the bytes.
-        writing: The bytes are not final yet.
-        segments: Segment of each shard.
+    `leases` counts readers. While `writing`, the bytes are not final. `segments` are by shard
+    index.
     """
 
     leases: int
@@ -49,37 +55,23 @@ class VersionRecord:
     """The three states of a version and what is known of it. Changed on the event loop only.
 
     Attributes:
-        model: Model name.
-        version: The version.
         epoch: Epoch of its writer; 0: adopted.
-        metadata: From BeginPush.
-        durability: Receiving, committed or failed.
-        residency: Absent, staging or staged.
-        serving: No, live or rejected.
         rejected_reason: Why "newest" skips it; empty: it does not.
         refused_reason: Why every engine of this host refuses its content; empty: one may take it.
         pinned: It is never collected and keeps its slot.
         manifest: Only while it lies in a slot, verified: 37,000 tensors take about 15 MB.
-        commit: The commit record, once committed.
-        slot: Where its bytes lie or arrive.
-        missing: While receiving: tells what has not arrived, at most 10 items.
-        served: It was live once.
+        missing: While receiving: returns what has not arrived, at most 10 items.
         damaged: What is wrong with it in the store; empty: nothing that is known.
-        push_id: The push that brings it; empty: none.
-        key: Idempotency key of that push; empty: none.
-        client_run: The run of the client that pushes it; empty: not known.
-        epoch_taken: That run took the epoch.
+        epoch_taken: The run of the client that pushes it took the epoch.
         orphaned: Its push failed; it stays for as long as it is live or leased.
         base: The version whose bytes it is kept as a change of; None: it is kept in full.
         holds: Pushes of deltas that are based on it.
         awaited: Callers for whom it is being read, or who are about to get a lease.
-        in_place: The transaction that has written it into an engine's memory, which has it alone
-            until its push was compared with that; empty: it comes otherwise.
-        backfill: It comes from the origin of this server, which has given it its number: it may lie
-            below numbers that were used here.
+        in_place: The push that brings it, where a trainer wrote it into an engine's memory, which
+            has it alone until that was compared with it; None: it comes otherwise.
+        backfill: Its number is from this server's origin, and may lie below numbers used here.
         layout_check: Whether the engine was asked if it takes such tensors.
-        live_check: While it is live: whether the live parameters of every engine that serves it
-            were compared as a whole.
+        live_check: Whether every engine that serves it had its live parameters compared.
         live_check_ns: When they were, Unix time in nanoseconds; 0: they are to be.
     """
 
@@ -107,7 +99,7 @@ class VersionRecord:
     base: VersionRecord | None = None
     holds: int = 0
     awaited: int = 0
-    in_place: str = ""
+    in_place: InPlacePush | None = None
     backfill: bool = False
     layout_check: pb.LayoutCheck.ValueType = pb.LAYOUT_CHECK_UNCHECKED
     live_check: pb.LiveCheck.ValueType = pb.LIVE_CHECK_UNSPECIFIED
@@ -115,7 +107,6 @@ class VersionRecord:
 
     @classmethod
     def committed(cls, commit: CommitRecord) -> VersionRecord:
-        """Return the record of a version that lies in the store."""
         return cls(
             commit.model,
             commit.version,
@@ -142,16 +133,12 @@ class VersionRecord:
 
     @property
     def order(self) -> int:
-        """By this versions are ordered; what is local is older than all that has come."""
+        """What versions are ordered by; what is local is older than all that has come."""
         return self.version - LOCAL_BEFORE if self.local else self.version
 
     @property
     def place(self) -> Residence:
-        """Where the bytes lie, of a version that has a slot.
-
-        Raises:
-            WeightSyncError: FAULT; the server lost count.
-        """
+        """Where the bytes lie, of a version that has a slot; else FAULT."""
         if self.slot is None:
             raise WeightSyncError(Reason.FAULT, f"version {self.version} has no slot; call again")
         return self.slot
@@ -160,7 +147,7 @@ class VersionRecord:
     def content_digest(self) -> str:
         """Identity of the content; empty while nobody may rely on it.
 
-        A version that is not committed counts only while an engine serves or prepares it.
+        Before the commit, it counts only while an engine serves or prepares it.
         """
         if self.commit is not None:
             return self.commit.content_digest
@@ -175,7 +162,6 @@ class VersionRecord:
         adopted: bool,
         delta: DeltaFacts | None = None,
     ) -> CommitRecord:
-        """Return the commit record of this content, dated now."""
         layout = manifest.layout
         return CommitRecord(
             model=self.model,
@@ -198,12 +184,138 @@ class VersionRecord:
             **(asdict(delta) if delta is not None else {}),
         )
 
+    # Transitions. Nothing outside this module assigns a field; scripts/house.py checks it.
+
+    def begin_push(self, epoch: int, metadata: Mapping[str, str], *, backfill: bool) -> None:
+        self.epoch, self.metadata, self.backfill = epoch, dict(metadata), backfill
+
+    def name_push(self, push_id: str, key: str) -> None:
+        self.push_id, self.key = push_id, key
+
+    def name_run(self, client_run: str, *, epoch_taken: bool) -> None:
+        self.client_run, self.epoch_taken = client_run, epoch_taken
+
+    def wait_for(self, missing: Callable[[], list[str]]) -> None:
+        self.missing = missing
+
+    def renumber(self, number: int) -> None:
+        """Give it its number, known only now; FAULT if it is not being received any more."""
+        if self.durability != pb.DURABILITY_RECEIVING:
+            raise WeightSyncError(
+                Reason.FAULT, f"version {self.version} cannot become {number}; push it again"
+            )
+        self.version = number
+
+    def add_metadata(self, metadata: Mapping[str, str]) -> None:
+        self.metadata.update(metadata)
+
+    def base_on(self, base: VersionRecord | None) -> None:
+        self.base = base
+
+    def become_committed(self, commit: CommitRecord, base: VersionRecord | None) -> None:
+        self.commit, self.base = commit, base
+        self.durability = pb.DURABILITY_COMMITTED
+        self.missing = None
+
+    def become_whole(self, commit: CommitRecord) -> None:
+        """Stand on no other version any more: the store keeps it in full."""
+        self.commit, self.base = commit, None
+
+    def fail(self) -> None:
+        """Never become committed, unless it is reopened."""
+        self.durability = pb.DURABILITY_FAILED
+        self.missing = None
+
+    def lose(self) -> None:
+        """Fail while its push, or the only copy of it, may still be named."""
+        self.durability = pb.DURABILITY_FAILED
+
+    def recover(self) -> None:
+        """Be committed again, for its bytes have come once more."""
+        self.durability = pb.DURABILITY_COMMITTED
+
+    def orphan(self) -> None:
+        """Stay without a push for as long as it is live or leased."""
+        self.orphaned = True
+
+    def end_orphan(self) -> None:
+        self.orphaned = False
+
+    def reopen(self, epoch: int) -> None:
+        """Be received again, its bytes having been stored anew: failed becomes receiving."""
+        self.orphaned = False
+        self.durability = pb.DURABILITY_RECEIVING
+        self.epoch = epoch
+
+    def occupy(self, slot: Residence | None) -> None:
+        self.slot = slot
+
+    def begin_staging(self) -> None:
+        self.residency = pb.RESIDENCY_STAGING
+
+    def become_staged(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.residency = pb.RESIDENCY_STAGED
+        self.place.settle()
+
+    def evict(self) -> None:
+        self.manifest = None
+        self.residency = pb.RESIDENCY_ABSENT
+
+    def leave_memory(self) -> None:
+        """Be absent while its manifest is still known."""
+        self.residency = pb.RESIDENCY_ABSENT
+
+    def go_live(self) -> None:
+        self.served = True
+
+    def serve(self, *, live: bool) -> None:
+        if live:
+            self.serving = pb.SERVING_LIVE
+        else:
+            self.serving = pb.SERVING_REJECTED if self.rejected_reason else pb.SERVING_NO
+
+    def mark(self, *, pinned: bool, rejected_reason: str) -> None:
+        self.pinned, self.rejected_reason = pinned, rejected_reason
+
+    def refuse(self, reason: str) -> None:
+        self.refused_reason = reason
+
+    def compare(self, outcome: pb.LiveCheck.ValueType, at_ns: int) -> None:
+        self.live_check, self.live_check_ns = outcome, at_ns
+
+    def check_layout(self, outcome: pb.LayoutCheck.ValueType) -> None:
+        self.layout_check = outcome
+
+    def damage(self, why: str) -> None:
+        self.damaged = why
+
+    def end_in_place(self) -> InPlacePush | None:
+        """Come as any other version does from now on; return the push that was to bring it."""
+        push, self.in_place = self.in_place, None
+        return push
+
+    def retain(self) -> None:
+        self.holds += 1
+
+    def let_go(self) -> None:
+        self.holds -= 1
+
+    @contextmanager
+    def wanted(self) -> Iterator[None]:
+        """Be in use within the block: nobody deletes it, nor takes its slot."""
+        self.awaited += 1
+        try:
+            yield
+        finally:
+            self.awaited -= 1
+
+    # What is told of it.
+
     def missing_text(self) -> str:
-        """Tell what has not arrived; empty when nothing is known of it."""
         return ", ".join(self.missing()) if self.missing else ""
 
     def to_info(self) -> pb.VersionInfo:
-        """Return the wire form of the present state."""
         refused = self.refused_reason if self.serving == pb.SERVING_NO else ""
         info = pb.VersionInfo(
             model=self.model,
@@ -236,8 +348,8 @@ class VersionRecord:
             info.stored_bytes = commit.stored_bytes
             info.chain_length = len(self.chain) - 1
             info.changed_fraction = commit.changed_fraction
-        elif manifest is not None:
-            # Staged, not durable.
+        elif manifest is not None and not self.in_place:
+            # Staged, not durable; of what is pushed in place nobody knows yet if it is served.
             info.content_digest = manifest.content_digest
             info.manifest_digest = manifest.manifest_digest
             info.layout_digest = manifest.layout.digest

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from weightsync_server.ops.tasks import in_thread, to_end
-from weightsync_server.store.documents import read_document, write_document
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-__all__ = ["RefusedContents"]
+from weightsync_server.store.store_records import read_document, write_document
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +23,7 @@ _REASON = 500
 class _Engine:
     """What one engine has refused, the newest last, as long as it has the same model.
 
-    Attributes:
-        layout: Signature of the tensors of its own checkpoint; empty: not known.
-        contents: Reason by content digest.
-        present: Whether it is there.
+    `layout` is its checkpoint's signature, or "" if not known.
     """
 
     layout: str = ""
@@ -43,23 +35,18 @@ class RefusedContents:
     """What every rank refuses for its content is refused again: it is known by engine and digest.
 
     It counts until the engine takes it all the same, somebody accepts it, or the engine comes with
-    another model. An apply that names it asks the ranks again.
-
-    Attributes:
-        on_change: Called with the digests of which something else is known now.
+    another model. An apply that names it asks the ranks again. `on_change` gets the digests of
+    which something else is known.
     """
 
-    def __init__(self) -> None:
-        self.on_change: Callable[[Iterable[str]], None] = lambda _: None
+    def __init__(self, on_change: Callable[[Iterable[str]], None] = lambda _: None) -> None:
+        self._on_change = on_change
         self._path: Path | None = None
         self._engines: dict[str, _Engine] = {}
         self._turn = asyncio.Lock()
 
     def open(self, path: Path) -> None:
-        """Read what was known, and write what will be there.
-
-        A damaged file counts for nothing: the ranks are asked before anything is written.
-        """
+        """Read what was known and keep it at `path`; a damaged file counts for nothing."""
         self._path = path
         try:
             found = read_document(path)
@@ -73,16 +60,14 @@ class RefusedContents:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s cannot be read, and is begun anew: %s", path, error)
-        self.on_change(self._digests())
+        self._on_change(self._digests())
 
     async def seen(self, engine: str, checkpoint: str) -> None:
-        """Take note that an engine is there; with a checkpoint of another model it is another.
+        """Note that an engine is there; with a checkpoint of another model it is another engine.
 
-        Args:
-            engine: Its name.
-            checkpoint: Signature of the tensors of the checkpoint that it has started on, and not
-                of a version that it serves: those may leave tensors out. Empty: it was not read,
-                and has not started since it was.
+        `checkpoint` is the signature of the checkpoint that it has started on, not of a version
+        that it serves, which may lack tensors; empty if it was not read, and the engine has not
+        started since it was.
         """
         known = self._engines.setdefault(engine, _Engine())
         known.present = True
@@ -93,13 +78,11 @@ class RefusedContents:
                 await self._changed(gone)
 
     def left(self, engine: str) -> None:
-        """Take note that an engine is gone; it may come back."""
         if engine in self._engines:
             self._engines[engine].present = False
-            self.on_change(self._digests())
+            self._on_change(self._digests())
 
     async def refuse(self, engine: str, digest: str, reason: str) -> None:
-        """Take note that every rank of an engine refuses a content; persisted."""
         known = self._engines.setdefault(engine, _Engine(present=True))
         known.contents.pop(digest, None)
         known.contents[digest] = reason[:_REASON]
@@ -109,22 +92,18 @@ class RefusedContents:
         await self._changed([digest, *dropped])
 
     async def take(self, engine: str, digest: str) -> None:
-        """Take note that an engine takes a content."""
         known = self._engines.get(engine)
         if known is not None and known.contents.pop(digest, ""):
             await self._changed([digest])
 
     async def accept(self, digest: str) -> None:
-        """Forget that any engine has refused a content."""
         if [1 for one in self._engines.values() if one.contents.pop(digest, "")]:
             await self._changed([digest])
 
     def refused_by(self, engines: Iterable[str], digest: str) -> bool:
-        """Whether one of these engines has refused a content."""
         return any(digest in self._engines[one].contents for one in engines if one in self._engines)
 
     def reason(self, digest: str) -> str:
-        """Return why every engine of this host refuses a content; "": one may take it."""
         there = {name: one for name, one in self._engines.items() if one.present}
         reasons = {n: one.contents.get(digest, "") for n, one in (there or self._engines).items()}
         if not reasons or not all(reasons.values()):
@@ -136,7 +115,7 @@ class RefusedContents:
         return {digest for one in self._engines.values() for digest in one.contents}
 
     async def _changed(self, digests: Iterable[str]) -> None:
-        self.on_change(digests)
+        self._on_change(digests)
         if self._path is not None:
             # Also for who is cancelled while it waits for its turn.
             await to_end(asyncio.ensure_future(self._write(self._path)))

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import TensorDigester
 from weightsync.model.layout import check_header
+from weightsync.model.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.os_errors import read_fault
 from weightsync_server.ops.tasks import in_thread
-from weightsync_server.store.damage import STORED_DAMAGE
+from weightsync_server.store.protocol import STORED_DAMAGE, Store
 
 if TYPE_CHECKING:
-    from weightsync.model.manifest import Manifest
-    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.catalog.table import VersionTable
-    from weightsync_server.store.protocol import Store
 
-__all__ = ["Scrubber"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +30,9 @@ _FIRST_S, _ROUND_S = 10.0, 60.0
 
 
 class Scrubber:
-    """Marks and reports stored versions whose bytes are not what was committed; heals nothing.
+    """Marks and reports stored versions whose bytes are damaged; heals nothing.
 
-    Args:
-        table: The versions of the model.
-        store: Where they are kept.
-        lock: Held by whoever removes stored deltas.
-        bytes_per_s: How fast it reads, in bytes per second.
+    `lock` is held by any task that removes stored deltas.
     """
 
     def __init__(
@@ -49,7 +44,6 @@ class Scrubber:
         self._bytes_per_s = bytes_per_s
 
     async def run(self) -> None:
-        """Scrub every version, oldest first, and begin again."""
         await asyncio.sleep(_FIRST_S)
         while True:
             for record in reversed(self._table.list()):
@@ -84,7 +78,7 @@ class Scrubber:
             logger.error("version %d is damaged in the store: %s", record.version, damage)
         elif record.damaged and not damage:
             logger.warning("version %d is whole in the store again", record.version)
-        record.damaged = damage
+        record.damage(damage)
         if damage:
             self._table.report_damage(record)
 
@@ -94,12 +88,10 @@ class Scrubber:
             manifest = await store.delta(record.model, record.version)
         else:
             manifest = await store.manifest(record.model, record.version)
-        digests = iter(manifest.digests)
-        for shard, tensors in enumerate(manifest.layout.by_shard):
+        for shard, expected in enumerate(manifest.digests_by_shard):
             source = store.shard_path(record.model, record.version, shard, delta=delta)
             if source is None:
                 return
-            expected = [next(digests) for _ in tensors]
             fd = await in_thread(os.open, source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 # What lies on the disk counts, not what memory still has of it; and a scrubber
@@ -111,7 +103,7 @@ class Scrubber:
                 os.close(fd)
 
     async def _check_shard(
-        self, fd: int, manifest: Manifest, shard: int, expected: list[bytes]
+        self, fd: int, manifest: Manifest, shard: int, expected: Sequence[bytes]
     ) -> None:
         entry, tensors = manifest.layout.shards[shard], manifest.layout.by_shard[shard]
         if os.fstat(fd).st_size != entry.size:

@@ -4,45 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.pins import Pins
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.refused_contents import RefusedContents
+from weightsync_server.catalog.version_events import (
+    EventBus,
+    SlotFreed,
+    VersionChanged,
+    VersionDamaged,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
     from weightsync.model.manifest import Manifest
-    from weightsync_server.catalog.pins import Pins
-
-__all__ = ["VersionTable"]
+    from weightsync_server.catalog.in_place_push import InPlacePush
 
 
 class VersionTable:
     """The versions of one model by number.
 
-    Args:
-        name: Model name.
-        pins: Remember the numbers of deleted versions.
-        reserved: Number kept for the engine's checkpoint; 0: none.
-
-    Attributes:
-        on_change: Called with each version that came, changed, or was removed: then the table
-            does not have it any more.
-        on_free: Called when something that somebody waits for may have come free.
-        on_damage: Called with each committed version of which bytes turn out to be wrong.
-        refused: What engines have refused for its content.
+    `pins` remember deleted numbers. `reserved` is the number kept for the engine's checkpoint; 0:
+    none. `events` hear of `VersionChanged`, `VersionDamaged` and `SlotFreed`.
     """
 
-    def __init__(self, name: str, pins: Pins, reserved: int = 0) -> None:
+    def __init__(self, name: str, pins: Pins, events: EventBus, reserved: int = 0) -> None:
         self.name = name
-        self.on_change: list[Callable[[VersionRecord], None]] = []
-        self.on_free: list[Callable[[], None]] = []
-        self.on_damage: list[Callable[[VersionRecord], None]] = []
-        self.refused = RefusedContents()
-        self.refused.on_change = self._show_refused
+        self.events = events
+        self.refused = RefusedContents(self._show_refused)
         self._pins = pins
         self._reserved = reserved
         self._records: dict[int, VersionRecord] = {}
@@ -56,7 +48,6 @@ class VersionTable:
         self._records[record.version] = record
 
     def add(self, record: VersionRecord) -> None:
-        """Register a version."""
         self._records[record.version] = record
         self.touch(record)
 
@@ -66,17 +57,15 @@ class VersionTable:
             # Nor does anybody get its number, while that is being written down.
             self._spent = max(self._spent, 0 if record.local else record.version)
         del self._records[record.version]
-        record.residency = pb.RESIDENCY_ABSENT
-        for observer in self.on_change:
-            observer(record)
+        record.leave_memory()
+        self.events.publish(VersionChanged(record))
 
     def publish(self, record: VersionRecord) -> None:
         """Tell observers of a version, unless they were told already that it is gone."""
         if record.commit is not None:
-            record.refused_reason = self.refused.reason(record.commit.content_digest)
+            record.refuse(self.refused.reason(record.commit.content_digest))
         if self.find(record.version) is record:
-            for observer in self.on_change:
-                observer(record)
+            self.events.publish(VersionChanged(record))
 
     def _show_refused(self, digests: Iterable[str]) -> None:
         changed = set(digests)
@@ -85,32 +74,24 @@ class VersionTable:
                 self.publish(record)
 
     def touch(self, record: VersionRecord) -> None:
-        """Tell observers, and those who wait for a slot."""
         self.publish(record)
         self.wake()
 
     def wake(self) -> None:
-        """Tell those who wait that something may have come free."""
-        for waiter in self.on_free:
-            waiter()
+        self.events.publish(SlotFreed())
 
     def staged(self, record: VersionRecord, manifest: Manifest) -> None:
-        """Take note that all bytes lie in the version's slot, verified."""
-        record.manifest = manifest
-        record.residency = pb.RESIDENCY_STAGED
-        record.place.settle()
+        record.become_staged(manifest)
         self.touch(record)
 
     def report_damage(self, record: VersionRecord) -> None:
         """Tell observers that bytes of a committed version are wrong, in memory or the store."""
-        for observer in self.on_damage:
-            observer(record)
+        self.events.publish(VersionDamaged(record))
 
     # Look-ups
 
     @property
     def newest(self) -> int:
-        """Newest committed version; 0: none."""
         shared = (r for r in self._records.values() if r.commit and not r.local)
         return max((record.version for record in shared), default=0)
 
@@ -120,15 +101,13 @@ class VersionTable:
         return max(self.newest, self._pins.highest, self._spent)
 
     def find(self, version: int) -> VersionRecord | None:
-        """Return a version, or None."""
         return self._records.get(version)
 
-    def get(self, version: int) -> VersionRecord:
-        """Return a version.
+    def committed(self, version: int) -> VersionRecord | None:
+        record = self._records.get(version)
+        return record if record is not None and record.commit is not None else None
 
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN.
-        """
+    def get(self, version: int) -> VersionRecord:
         record = self._records.get(version)
         if record is None:
             newest = self.newest
@@ -141,18 +120,10 @@ class VersionTable:
         return record
 
     def list(self) -> builtins.list[VersionRecord]:
-        """Return all versions, newest first."""
         return sorted(self._records.values(), key=lambda record: -record.version)
 
     def newest_applicable(self, engines: Collection[str] = ()) -> VersionRecord:
-        """Return the newest version that is committed and whose content is not rejected.
-
-        Args:
-            engines: None of them has refused it either.
-
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN.
-        """
+        """Return the newest committed version that nobody rejects and no engine here refuses."""
         # The content is what was found bad: pushed again it is no better under another number.
         rejected = {r.content_digest for r in self.list() if r.rejected_reason}
         for record in sorted(self.list(), key=lambda record: -record.order):
@@ -167,20 +138,15 @@ class VersionTable:
         )
 
     def next_version(self) -> int:
-        """Return the lowest number above all versions, those that are being pushed included."""
         shared = (record.version for record in self._records.values() if not record.local)
         return max(self.highest, self._reserved, *shared) + 1
 
-    async def add_in_place(self, transaction_id: str) -> VersionRecord:
-        """Register a version that lies in an engine's memory alone; persisted: its number is used.
+    async def add_in_place(self, push: InPlacePush) -> VersionRecord:
+        """Register a version that lies in an engine's memory alone, and persist its number.
 
-        Args:
-            transaction_id: What has written it there; the idempotency key of its push.
-
-        Raises:
-            WeightSyncError: The store cannot be written.
+        `push` is to bring it; the next server refuses that, for it knows of no transaction.
         """
-        record = VersionRecord(self.name, self.next_version(), in_place=transaction_id)
+        record = VersionRecord(self.name, self.next_version(), in_place=push)
         self.add(record)
         try:
             await self._pins.use(record.version)
@@ -196,18 +162,13 @@ class VersionTable:
         return self.next_version() if used or not self._reserved else self._reserved
 
     async def settled(self, version: int, timeout_s: float) -> VersionRecord | None:
-        """Return a version that comes in once it is committed; None: it is gone, or too late.
-
-        Args:
-            version: The version.
-            timeout_s: Longest time to wait, in seconds.
-        """
+        """Return a version that comes in once it is committed; None: it is gone, or too late."""
         changed = asyncio.Event()
 
-        def look(_: VersionRecord) -> None:
+        def look(_: VersionChanged) -> None:
             changed.set()
 
-        self.on_change.append(look)
+        self.events.on(VersionChanged, look)
         try:
             async with asyncio.timeout(timeout_s):
                 while (record := self.find(version)) is not None and record.commit is None:
@@ -217,15 +178,13 @@ class VersionTable:
         except TimeoutError:
             return None
         finally:
-            self.on_change.remove(look)
+            self.events.off(VersionChanged, look)
 
     def same_content(self, content_digest: str) -> VersionRecord | None:
-        """Return the newest committed version with this content, or None."""
         same = (r for r in self.list() if r.commit and r.content_digest == content_digest)
         return max(same, key=lambda record: record.order, default=None)
 
     def brought_by(self, *, push_id: str = "", key: str = "") -> VersionRecord | None:
-        """Return the newest committed version of a push, by its id or its key, or None."""
         for record in self.list():
             commit = record.commit
             if commit is None or not commit.push_id:
@@ -235,10 +194,17 @@ class VersionTable:
         return None
 
     def not_above(self, version: int) -> WeightSyncError:
-        """Return the refusal of a number that is not above all that were used."""
         return WeightSyncError(
             Reason.VERSION_NOT_ABOVE,
             f"version {version} is not above {self.highest}, the newest of model {self.name}; push "
             f"it as {self.highest + 1} or higher, or as 0 for the next number",
             metadata={"newest_version": str(self.highest)},
+        )
+
+
+def check_model(asked: str, served: str) -> None:
+    if asked != served:
+        raise WeightSyncError(
+            Reason.MODEL_UNKNOWN,
+            f"model {asked!r} is not configured; this server has {served!r}",
         )

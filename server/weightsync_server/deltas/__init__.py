@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from weightsync_server.deltas.bases import find_base
-from weightsync_server.deltas.compaction import ChainLimits, Compactor
-from weightsync_server.deltas.materializer import Materializer, PatchInput
+from weightsync_server.deltas.compaction import ChainSettings, Compactor
+from weightsync_server.deltas.materializer import Materializer, PatchInput, find_base
 from weightsync_server.deltas.pushed_delta import DeltaShard, PushedDelta
 
 __all__ = [
-    "ChainLimits",
+    "ChainSettings",
     "Compactor",
     "DeltaShard",
     "Materializer",

@@ -4,67 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.commits import CommitService
+from weightsync_server.catalog.garbage_collector import Surplus
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.version_events import ChainFolded
+from weightsync_server.ops.settings_group import setting
 from weightsync_server.ops.tasks import to_end
-from weightsync_server.residency.slot import slot_of
+from weightsync_server.residency.slot import Slot, slot_of
+from weightsync_server.residency.slot_pool import SlotPool
+from weightsync_server.store.disk_quota import DiskQuota, DiskReservation
+from weightsync_server.store.protocol import Store
+from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from weightsync.model.manifest import Manifest
-    from weightsync_server.catalog.commits import CommitService
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.catalog.retention import Surplus
     from weightsync_server.catalog.table import VersionTable
     from weightsync_server.deltas.pushed_delta import PushedDelta
-    from weightsync_server.residency.slot import Slot
-    from weightsync_server.residency.slot_pool import SlotPool
-    from weightsync_server.store.disk_quota import DiskQuota, DiskReservation
-    from weightsync_server.store.protocol import Store
-    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["ChainLimits", "Compactor"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ChainLimits:
+class ChainSettings:
     """Bounds on what must be read to make a version that is kept as a delta.
 
-    Attributes:
-        length: Deltas in a row; for as long as a fold is under way twice as many.
-        share: Their bytes, as a share of those of the whole version.
+    During a fold, there may be twice as many deltas in a row.
     """
 
-    length: int = 32
-    share: float = 0.5
+    length: int = setting(
+        32,
+        "Deltas in a row before a version is written in full in the background.",
+        name="delta_chain_length",
+        ge=1,
+    )
+    share: float = setting(
+        0.5,
+        "The same limit for their bytes, as a share of those of a whole version.",
+        name="delta_chain_share",
+        gt=0,
+    )
 
 
 class Compactor:
     """Rewrites the newest version in full when its chain is too long. No reader notices.
 
     It works from the version's slot, in the background, and stands back when somebody waits for
-    that slot: the next commit begins again.
-
-    Args:
-        table: The versions of the model.
-        commits: Has their manifests.
-        slots: Where their bytes lie.
-        store: Where versions are kept.
-        fetch: Proves and writes whole shards.
-        disk: Promises the room for them.
-        limits: Bounds on chains.
-        lock: Held by whoever reads stored deltas.
-        collect: Called when a version needs its base no more.
-
-    Attributes:
-        on_fold: Called after each fold.
+    that slot. `lock` is held by any task that reads stored deltas. `collect` is called when a
+    version needs its base no more.
     """
 
     def __init__(
@@ -75,12 +69,11 @@ class Compactor:
         store: Store,
         fetch: FetchApi,
         disk: DiskQuota,
-        limits: ChainLimits,
+        limits: ChainSettings,
         *,
         lock: asyncio.Lock,
         collect: Callable[[], None],
     ) -> None:
-        self.on_fold: Callable[[], None] = lambda: None
         self._table = table
         self._commits = commits
         self._slots = slots
@@ -108,31 +101,24 @@ class Compactor:
             self._task.add_done_callback(partial(self._ended, newest, slot))
 
     def stand_back(self) -> None:
-        """Give the slot free, because somebody waits for one."""
         if self._task is not None:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Fold no more."""
         self._closed = True
         self.stand_back()
         if self._task is not None:
             await asyncio.wait([self._task])
 
     async def rewrite(self, record: VersionRecord) -> None:
-        """Write a damaged version into the store anew, in full, from its slot.
+        """Write a damaged version, staged and leased by the caller, into the store anew, in full.
 
-        Args:
-            record: A committed version that is staged, and leased by the caller.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT: it is damaged in memory, too. DISK_EXHAUSTED, FAULT,
-                FETCHER_FAILED, SHUTTING_DOWN. In the store it is no worse than it was.
+        DATA_CORRUPT: it is damaged in memory, too. A failure makes it no worse in the store.
         """
         if self._task is not None:
             await asyncio.wait([self._task])
         await self._fold(record)
-        record.damaged = ""
+        record.damage("")
         logger.info("version %d is whole in the store again", record.version)
         # What it was based on may go now.
         self._collect()
@@ -142,20 +128,13 @@ class Compactor:
     ) -> PushedDelta:
         """Return how a delta is to be kept: in full, where the chain would exceed every bound.
 
-        Args:
-            record: The version, in its slot, proved, not committed.
-            manifest: Of the whole version.
-            delta: What was pushed.
-            room: An empty share of the push, closed afterwards: what is kept in full needs more.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN; or why the push
-                has failed meanwhile.
+        The version lies in its slot, proved and not committed; `manifest` is of the whole version.
+        `room` is an empty share of the push, closed afterwards: what is kept in full needs more.
         """
         if not delta.kept or len(delta.base.chain) <= 2 * self._limits.length:
             return delta
         await self._persist(record, manifest, room)
-        self.on_fold()
+        self._table.events.publish(ChainFolded(record))
         return replace(delta, kept=False)
 
     def _too_long(self, record: VersionRecord) -> bool:
@@ -177,7 +156,7 @@ class Compactor:
             logger.error("the fold of version %d failed", record.version, exc_info=error)
         if record.base is None:
             logger.info("version %d is kept in full now", record.version)
-            self.on_fold()
+            self._table.events.publish(ChainFolded(record))
             # What it was based on may go now.
             self._collect()
 
@@ -197,7 +176,7 @@ class Compactor:
             return
         whole = replace(record.commit, base_version=0, base_content_digest="", delta_bytes=0)
         await self._store.fold(whole, manifest)
-        record.commit, record.base = whole, None
+        record.become_whole(whole)
         self._table.touch(record)
 
     async def _persist(
@@ -206,13 +185,11 @@ class Compactor:
         """Write the whole shards, proved once more, one after the other: pushes go first."""
         try:
             await room.promise(manifest.layout.size)
-            digests = iter(manifest.digests)
-            for index, (entry, tensors) in enumerate(
-                zip(manifest.layout.shards, manifest.layout.by_shard, strict=True)
-            ):
+            shards = zip(manifest.layout.shards, manifest.digests_by_shard, strict=True)
+            for index, (entry, digests) in enumerate(shards):
                 segment = record.place.segments[index]
                 found = await self._fetch.digest(segment, entry)
-                if found != [next(digests) for _ in tensors]:
+                if tuple(found) != digests:
                     raise WeightSyncError(
                         Reason.DATA_CORRUPT, f"shard {index} changed in shared memory"
                     )

@@ -1,35 +1,28 @@
-"""A delta as it was pushed: what it is of, what it changes, what is told of it."""
+"""A delta as it was pushed: its base, what it changes, and the layout that fetchers read it by."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.dtypes import DTYPE_BITS
-from weightsync_server.ops.meters import DeltaCounts
-from weightsync_server.store.store_records import DeltaFacts
-from weightsync_server.workers.fetch.delta_summary import CODINGS
+from weightsync.model.manifest import Layout, Manifest, ShardEntry
+from weightsync.shm.segments import Segment
+from weightsync_server.catalog.commits import CommittedDelta
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.ops.metrics import DeltaCounts
+from weightsync_server.residency.slot import Slot
+from weightsync_server.workers.fetch.fetch_api import CODINGS, TensorDelta
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from weightsync.model.manifest import Layout, Manifest, ShardEntry
-    from weightsync.shm.segments import Segment
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.workers.fetch.delta_summary import TensorDelta
-
-__all__ = ["DeltaShard", "PushedDelta"]
+    from weightsync_server.residency.segment_allocator import SegmentAllocator
 
 
 class DeltaShard(NamedTuple):
-    """One delta shard, proved, and where its bytes are.
-
-    Attributes:
-        entry: Its sizes in bytes.
-        source: Its segment, or the path of its file.
-        touches: Canonical shards that it changes.
-    """
+    """One delta shard, proved, in a segment or a file, and the canonical shards it changes."""
 
     entry: ShardEntry
     source: Segment | str
@@ -37,24 +30,13 @@ class DeltaShard(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PushedDelta:
+class PushedDelta(CommittedDelta):
     """A delta that was received and proved.
 
-    Attributes:
-        base: The version that it changes.
-        manifest: Of its own shards.
-        digests: Of all tensors of the new version, in the order of the base's layout.
-        changed: Elements that it told; of a tensor that came densely, all.
-        counts: What is counted of it.
-        kept: The store keeps the delta; else it keeps the whole version, or nothing.
+    `digests` are of all tensors of the new version, in the order of the base's layout.
     """
 
-    base: VersionRecord
-    manifest: Manifest
     digests: tuple[bytes, ...]
-    changed: int
-    counts: DeltaCounts
-    kept: bool
 
     @classmethod
     def merged(
@@ -68,15 +50,7 @@ class PushedDelta:
     ) -> PushedDelta:
         """Return what the shards of a delta tell together; takes time.
 
-        Args:
-            base: The version that it changes.
-            canonical: Manifest of that version.
-            manifest: Of the delta's own shards.
-            shards: What each of them changes.
-            kept: The store keeps the delta.
-
-        Raises:
-            WeightSyncError: SHARD_INVALID, for a tensor that two shards change.
+        `canonical` is the manifest of `base`, `manifest` that of the delta's own shards.
         """
         layout, digests = canonical.layout, list(canonical.digests)
         codings = dict.fromkeys(("unchanged", *CODINGS), 0)
@@ -92,20 +66,10 @@ class PushedDelta:
             codings["unchanged"] -= 1
         share = changed / max(1, _elements(layout))
         counts = DeltaCounts(manifest.layout.size, layout.size, share, codings)
-        return cls(base, manifest, tuple(digests), changed, counts, kept)
-
-    @property
-    def facts(self) -> DeltaFacts:
-        """What the commit record says of it."""
-        base, counts = self.base, self.counts
-        if not self.kept or base.commit is None:
-            return DeltaFacts(self.changed, counts.fraction)
-        digest = base.commit.content_digest
-        return DeltaFacts(self.changed, counts.fraction, base.version, digest, counts.delta_bytes)
+        return cls(base, manifest, changed, counts, kept, tuple(digests))
 
 
 def touched(layout: Layout, changes: Iterable[TensorDelta]) -> frozenset[int]:
-    """Return the canonical shards that hold changed tensors."""
     return frozenset(layout.tensors[change.tensor].shard for change in changes)
 
 
@@ -119,3 +83,21 @@ def _twice(layout: Layout, tensor: int) -> WeightSyncError:
     return WeightSyncError(
         Reason.SHARD_INVALID, f"tensor {name!a} is changed by two shards; push the version again"
     )
+
+
+_LENGTH_BYTES = 8
+
+
+async def write_layout(scratch: Slot, keeper: SegmentAllocator, manifest: Manifest) -> Segment:
+    """Return a segment of `scratch` with the layout of a manifest; written once per slot."""
+    if scratch.document is None:
+        scratch.document = await keeper.write(partial(_segment, manifest))
+    return scratch.document
+
+
+def _segment(manifest: Manifest) -> Segment:
+    body = manifest.to_json()
+    segment = Segment.create(_LENGTH_BYTES + len(body))
+    segment.fill(0, len(body).to_bytes(_LENGTH_BYTES, "little"))
+    segment.fill(_LENGTH_BYTES, body)
+    return segment

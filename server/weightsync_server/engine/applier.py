@@ -8,39 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from weightsync.engine import BETWEEN_STEPS
+from weightsync.engine import BETWEEN_STEPS, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import idempotency, replies
-from weightsync_server.engine.apply_checks import (
+from weightsync_server.engine.engine_parts import EngineContext
+from weightsync_server.engine.engine_set import EngineSet
+from weightsync_server.engine.host_apply import (
+    EnginePlan,
+    LocalEngine,
+    TakenEngines,
     check_base,
     check_order,
     check_prepare_timeout,
     check_ways,
+    drop,
+    prepare_all,
+    roll_out,
+    switch_together,
+    take_engines,
 )
-from weightsync_server.engine.engine_group import EngineGroup, take_engines
-from weightsync_server.engine.group_prepare import drop_all, plans_for, prepare_all
-from weightsync_server.engine.outcome import CutoverPlan
-from weightsync_server.engine.pause_options import pause_spec
-from weightsync_server.engine.rejection import reject
-from weightsync_server.engine.rollout import MemberPlan, roll_out, switch_together
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-
-    from weightsync.engine import PauseSpec
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.engine_group import GroupMember
-    from weightsync_server.engine.engine_set import EngineSet
-    from weightsync_server.engine.host_parts import HostParts
-    from weightsync_server.engine.idempotency import Reply, Request
-    from weightsync_server.engine.model_parts import ModelParts
-    from weightsync_server.engine.outcome import PreparedVersion
-
-__all__ = ["Applier"]
+from weightsync_server.engine.idempotency import Reply, Request
+from weightsync_server.engine.journal import Answer
+from weightsync_server.engine.outcome import CutoverPlan, reject
+from weightsync_server.engine.refusals import pause_spec
 
 _MAX_REASON_BYTES = 1024
 #: How often engines are taken anew when others begin to serve meanwhile.
@@ -55,18 +50,9 @@ _FAILURES = {Reason.APPLY_RESTORED: "restored", Reason.ENGINE_FENCED: "fenced"}
 
 
 class Applier:
-    """Makes versions live on the engines of this host.
-
-    Args:
-        engines: Those.
-        model: What is made live.
-        host: What the engines share.
-    """
-
-    def __init__(self, engines: EngineSet, model: ModelParts, host: HostParts) -> None:
+    def __init__(self, engines: EngineSet, context: EngineContext) -> None:
         self._engines = engines
-        self._model = model
-        self._host = host
+        self._model, self._context = context.model, context
         self._calls = idempotency.Calls()
 
     async def apply(
@@ -74,19 +60,15 @@ class Applier:
     ) -> pb.ApplyVersionResponse:
         """Make a version live on every rank of every engine that is asked for, or change nothing.
 
-        Args:
-            request: Which version, and how.
-            base: What must be live until then; None: anything.
-
-        Raises:
-            WeightSyncError: With the reason; the engines then serve what they served before, unless
-                the reason is ENGINE_FENCED or ENGINE_AWAY, or the sentence says otherwise.
+        `base` is the version that must be live until then; None allows any. After an error the
+        engines serve what they served before, unless the reason is ENGINE_FENCED or ENGINE_AWAY, or
+        the sentence says otherwise.
         """
         if not request.dry_run:
-            self._refuse_in_fleet("apply")
+            self.refuse_in_fleet("apply")
         spec = pause_spec(request.pause)
         check_prepare_timeout(request)
-        check_order(request, self._model.slots)
+        check_order(request, self._context.slots)
         return await self._calls.run(
             request.idempotency_key,
             request,
@@ -95,15 +77,19 @@ class Applier:
             ),
         )
 
+    def refuse_in_fleet(self, command: str) -> None:
+        """Refuse with NOT_SUPPORTED what a host does alone, if its fleet decides what it serves."""
+        refuse_member(self._context.fleet, command)
+
     async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
         """Go back to the previous verified version and reject the one that was left."""
-        self._refuse_in_fleet("rollback")
+        self.refuse_in_fleet("rollback")
         spec = pause_spec(request.pause)
         if len(request.reason.encode()) > _MAX_REASON_BYTES:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, f"reason is over {_MAX_REASON_BYTES} bytes; shorten it"
             )
-        check_order(request, self._model.slots)
+        check_order(request, self._context.slots)
         return await self._calls.run(
             request.idempotency_key,
             request,
@@ -111,11 +97,9 @@ class Applier:
         )
 
     async def verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
-        """Compare what every rank serves with the digests of a version."""
         return await self._calls.run("", request, lambda: self._verify(request))
 
     async def drain(self) -> None:
-        """Wait for applies that are running."""
         await self._calls.drain()
 
     async def _verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
@@ -144,28 +128,28 @@ class Applier:
         except WeightSyncError as error:
             # Only an apply that was begun can have fenced the engine.
             begun = "apply_id" in error.metadata
-            self._host.metrics.count_apply(
+            self._context.metrics.count_apply(
                 _FAILURES.get(error.reason, "refused") if begun else "refused"
             )
             raise
-        self._host.metrics.count_apply(_OUTCOMES[reply.report.outcome])
+        self._context.metrics.count_apply(_OUTCOMES[reply.report.outcome])
         return reply
 
     @contextlib.asynccontextmanager
     async def _taken(
         self, engine: str, timeout_s: float | None, *, apply_id: str
-    ) -> AsyncIterator[EngineGroup]:
-        patience_s = timeout_s or self._host.limits.prepare_timeout_s
+    ) -> AsyncIterator[TakenEngines]:
+        patience_s = timeout_s or self._context.limits.prepare_timeout_s
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(_TRIES):
                 appliers = self._engines.named(engine)
-                group = EngineGroup(apply_id, whole=not engine and self._engines.several)
+                group = TakenEngines(apply_id, whole=not engine and self._engines.several)
                 taken = take_engines(appliers, group, timeout_s, patience_s)
                 await stack.enter_async_context(taken)
                 if not group.whole:
                     break
                 # Who is found to serve meanwhile waits, and serves what is live afterwards.
-                await stack.enter_async_context(self._host.joining)
+                await stack.enter_async_context(self._context.joining)
                 if not await self._late(group):
                     break
                 await stack.aclose()
@@ -177,7 +161,7 @@ class Applier:
                 )
             yield group
 
-    async def _late(self, group: EngineGroup) -> bool:
+    async def _late(self, group: TakenEngines) -> bool:
         """Tell whether an engine serves that was away, or not there, when the others were taken."""
         names = {member.name for member in group.members}
         others = [one.supervisor for one in self._engines.appliers if one.name not in names]
@@ -212,44 +196,53 @@ class Applier:
             check_ways(request, group, going, spec)
             absent = record.residency != pb.RESIDENCY_STAGED
             durable = request.require_durable or not request.HasField("require_durable")
-            targets = await prepare_all(going, record, timeout, spec, durable=durable)
+            cause = idempotency.cause(request)
+            plans = await prepare_all(going, record, timeout, spec, cause, durable=durable)
             if request.dry_run:
-                for one, target in zip(going, targets, strict=True):
-                    predicted = one.applier.plan(target, one.live, spec, read_from_store=absent)
-                    live = one.live.record.version
-                    reports[one.name] = replies.planned(target, live, spec, predicted)
-                await drop_all(going, targets)
+                for each in plans:
+                    predicted = each.member.applier.predict(each.plan, read_from_store=absent)
+                    reports[each.member.name] = replies.planned(each.plan, predicted)
+                await drop(plans)
                 return _response(group, reports)
             if request.clear_rejected:
-                await self._accept(record, going, targets)
-            cause = idempotency.cause(request)
-            plans = plans_for(going, targets, spec, cause)
+                await self._accept(record, plans)
             reports |= await self._carry_out(request, group, plans)
             reply = _response(group, reports)
             await self._done(group, plans, idempotency.pack(reply))
             return reply
 
     async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
+        written: dict[str, VersionRecord] = {}
         for applier in self._engines.named(request.engine):
-            if (break_off := applier.supervisor.checks.break_off) is not None:
-                break_off("a rollback was asked for, which does not wait for it")
+            record = self._model.table.find(applier.supervisor.served.live)
+            if record is not None and record.in_place:
+                written[applier.name] = record
+            why = "a rollback was asked for, which does not wait for it"
+            applier.supervisor.checks.break_off(why)
         async with self._taken(request.engine, None, apply_id=secrets.token_hex(8)) as group:
             kind = pb.RollbackResponse
             earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
             if earlier is not None:
                 return earlier
-            record, left = self._way_back(group.members)
+            undone = {
+                one.name: written[one.name]
+                for one in group.members
+                if one.name in written and one.live.record.order < written[one.name].order
+            }
+            record, left = self._way_back(group.members, undone)
             going = [one for one in group.members if one.live.record.version != record.version]
-            check_ways(request, group, going, spec)
-            targets = await prepare_all(going, record, None, spec, durable=True)
-            reason = request.reason or f"rolled back to version {record.version}"
-            cause = idempotency.cause(request, rejects=left, reason=reason)
-            plans = plans_for(going, targets, spec, cause)
             reports = {
                 one.name: replies.nothing_done(one.live, spec)
                 for one in group.members
                 if one not in going
             }
+            if not going:
+                # What a trainer had written was all that was to be left.
+                return await self._undone(request, spec, group, reports)
+            check_ways(request, group, going, spec)
+            reason = request.reason or f"rolled back to version {record.version}"
+            cause = idempotency.cause(request, rejects=left, reason=reason)
+            plans = await prepare_all(going, record, None, spec, cause, durable=True)
             reports |= await self._carry_out(request, group, plans)
             rejected = await reject(self._model.serving, left, reason)
             reply = pb.RollbackResponse(
@@ -260,8 +253,28 @@ class Applier:
             await self._done(group, plans, idempotency.pack(reply))
             return reply
 
+    async def _undone(
+        self,
+        request: pb.RollbackRequest,
+        spec: PauseSpec,
+        group: TakenEngines,
+        reports: dict[str, pb.ApplyReport],
+    ) -> pb.RollbackResponse:
+        reply = pb.RollbackResponse(
+            report=replies.combined(reports),
+            engines=replies.engine_reports(reports, group.absent),
+        )
+        cause, answer = idempotency.cause(request), idempotency.pack(reply)
+        plans = {one.name: CutoverPlan(one.live, one.live, spec, cause) for one in group.members}
+        if group.whole:
+            await self._engines.host_journal.restored(plans, answer)
+            return reply
+        for one in group.members:
+            await one.applier.supervisor.journal.restored(plans[one.name], answer)
+        return reply
+
     def _choose(
-        self, request: pb.ApplyVersionRequest, members: Sequence[GroupMember]
+        self, request: pb.ApplyVersionRequest, members: Sequence[LocalEngine]
     ) -> VersionRecord:
         newest = max((one.live.record for one in members), key=lambda record: record.order)
         if not request.version:
@@ -282,15 +295,23 @@ class Applier:
             )
         return record
 
-    def _way_back(self, members: Sequence[GroupMember]) -> tuple[VersionRecord, int]:
-        """Return the version that was live before on these engines, and the one that is left."""
-        left = {one.live.record.version for one in members}
-        back = {one.applier.supervisor.served.rollback_to for one in members} - {0}
+    def _way_back(
+        self, members: Sequence[LocalEngine], undone: Mapping[str, VersionRecord]
+    ) -> tuple[VersionRecord, int]:
+        """Return the version that was live before on these engines, and the one that is left.
+
+        `undone` has what engines have left by now that served it when the rollback was asked for.
+        """
+        each: dict[str, tuple[int, int]] = {}
+        for one in members:
+            live, gone = one.live.record.version, undone.get(one.name)
+            further = live, one.applier.supervisor.served.rollback_to
+            each[one.name] = further if gone is None else (gone.version, live)
+        left = {leaves for leaves, _ in each.values()}
+        back = {goes for _, goes in each.values()} - {0}
         if len(left) > 1 or len(back) > 1:
             ways = ", ".join(
-                f"{one.name} from {one.live.record.version} to "
-                f"{one.applier.supervisor.served.rollback_to or 'none'}"
-                for one in members
+                f"{name} from {leaves} to {goes or 'none'}" for name, (leaves, goes) in each.items()
             )
             raise WeightSyncError(
                 Reason.NO_ROLLBACK,
@@ -305,36 +326,29 @@ class Applier:
             )
         return self._model.table.get(back.pop()), left.pop()
 
-    async def _accept(
-        self,
-        record: VersionRecord,
-        members: Sequence[GroupMember],
-        targets: Sequence[PreparedVersion],
-    ) -> None:
+    async def _accept(self, record: VersionRecord, plans: Sequence[EnginePlan]) -> None:
         try:
             await self._model.serving.accept(record.version)
         except BaseException:
-            await drop_all(members, targets)
+            await drop(plans)
             raise
 
     async def _carry_out(
-        self, request: Request, group: EngineGroup, plans: Sequence[MemberPlan]
+        self, request: Request, group: TakenEngines, plans: Sequence[EnginePlan]
     ) -> dict[str, pb.ApplyReport]:
         if request.order == pb.ENGINE_ORDER_ROLLING and len(plans) > 1:
             # What an engine did alone is no answer to the call.
-            parts = [MemberPlan(one.member, _without_key(one.plan)) for one in plans]
+            parts = [EnginePlan(one.member, _without_key(one.plan)) for one in plans]
             waves_of = request.max_unavailable or 1
             return await roll_out(parts, waves_of, self._engines.host_journal)
         between = any(one.plan.spec.mode == BETWEEN_STEPS for one in plans)
         if group.whole and not between:
             return await switch_together(plans, self._engines.host_journal)
         # One engine at most, which others that are away are to follow.
-        own = [MemberPlan(one.member, replace(one.plan, for_host=group.whole)) for one in plans]
+        own = [EnginePlan(one.member, replace(one.plan, for_host=group.whole)) for one in plans]
         return {one.member.name: await one.make_live() for one in own}
 
-    async def _done(
-        self, group: EngineGroup, plans: Sequence[MemberPlan], answer: idempotency.Answer
-    ) -> None:
+    async def _done(self, group: TakenEngines, plans: Sequence[EnginePlan], answer: Answer) -> None:
         if group.whole:
             named = {one.member.name: one.plan for one in plans}
             await self._engines.host_journal.done(named, answer)
@@ -342,13 +356,15 @@ class Applier:
         for one in plans:
             await one.member.applier.supervisor.journal.done(one.plan, answer)
 
-    def _refuse_in_fleet(self, command: str) -> None:
-        if self._host.fleet:
-            raise WeightSyncError(
-                Reason.NOT_SUPPORTED,
-                f"this host is a member of fleet {self._host.fleet}, which decides what it serves; "
-                f"use `weightsync fleet {command}`",
-            )
+
+def refuse_member(fleet: str, command: str) -> None:
+    """Refuse with NOT_SUPPORTED what a host does alone, unless it is in no fleet."""
+    if fleet:
+        raise WeightSyncError(
+            Reason.NOT_SUPPORTED,
+            f"use `weightsync fleet {command}`: this host is a member of fleet {fleet}, which "
+            "decides what it serves",
+        )
 
 
 def _without_key(plan: CutoverPlan) -> CutoverPlan:
@@ -364,7 +380,7 @@ def _rejected(record: VersionRecord) -> WeightSyncError:
     )
 
 
-def _response(group: EngineGroup, reports: dict[str, pb.ApplyReport]) -> pb.ApplyVersionResponse:
+def _response(group: TakenEngines, reports: dict[str, pb.ApplyReport]) -> pb.ApplyVersionResponse:
     return pb.ApplyVersionResponse(
         report=replies.combined(reports), engines=replies.engine_reports(reports, group.absent)
     )

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from weightsync import clock
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from weightsync_server.engine.session import EngineSession
-    from weightsync_server.engine.worker_reports import RankState
-
-__all__ = ["still_writing", "untold", "wait_let_go"]
+from weightsync_server.engine.session import EngineSession
+from weightsync_server.engine.worker_reports import RankState
 
 #: How long a trainer that hears of it may take to let go, and from one look to the next, seconds.
 _LET_GO_S, _LOOK_S = 5.0, 0.05
@@ -45,11 +39,7 @@ def still_writing(states: Sequence[RankState]) -> str:
 
 
 async def wait_let_go(session: EngineSession) -> str:
-    """Return "" when nobody can write the memory of an engine that stands still, or who can still.
-
-    Raises:
-        WeightSyncError: The ranks cannot be asked.
-    """
+    """Return "" when nobody can write an engine that stands still, or who can still."""
     until, left = clock.monotonic() + _LET_GO_S, still_writing(await session.states())
     while left and clock.monotonic() < until:
         await asyncio.sleep(_LOOK_S)

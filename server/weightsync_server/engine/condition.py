@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from weightsync.engine import EngineInfo
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import replies
+from weightsync_server.engine.outcome import PreparedVersion
 from weightsync_server.engine.refusals import OUT_OF_REACH
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from weightsync.engine import EngineInfo
-    from weightsync_server.engine.outcome import PreparedVersion
-    from weightsync_server.engine.version_loads import LoadScheduler
-    from weightsync_server.ops.engine_metrics import EngineMetrics
-
-__all__ = ["EngineCondition"]
+from weightsync_server.engine.version_loads import LoadScheduler
+from weightsync_server.ops.metrics import EngineMetrics
 
 
 class EngineCondition:
     """The state of one engine with its reason; whoever changes it shows it to all.
 
-    Args:
-        metrics: Where it is shown.
-        on_change: Called when the engine begins or ends to serve one verified version.
-
-    Attributes:
-        info: What the engine said at its last hello; None: it is away.
-        loaded: Name or path of the model of its last start that is known; "": none is.
-        state: As GetStatus shows it.
-        reason: Why; empty: it serves.
-        refused: Why this start of the engine can never be served; empty: it can.
-        owned: Whether another server that lives has it, as the reason says.
+    `on_change` is called when the engine begins or stops serving one verified version. `info` is
+    what the engine said at its last hello, None while it is away. `loaded` is the model of its last
+    known start. `reason` is empty while it serves; `refused` says why this start of the engine can
+    never be served, and is empty if it can. `owned`: another running server owns it.
     """
 
     def __init__(self, metrics: EngineMetrics, on_change: Callable[[], None]) -> None:
@@ -51,7 +38,6 @@ class EngineCondition:
 
     @property
     def serving(self) -> bool:
-        """Whether the engine generates on one verified version."""
         return self.state in (pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING)
 
     @property
@@ -66,7 +52,6 @@ class EngineCondition:
         return count if self.info is not None and engine_id == self.info.engine_id else 0
 
     def begin_proof(self) -> None:
-        """Take note that the engine generates before what it holds is proved."""
         engine_id = self.info.engine_id if self.info is not None else ""
         self._proofs = engine_id, self.proofs + 1
         self.set(
@@ -74,7 +59,6 @@ class EngineCondition:
         )
 
     def set(self, state: pb.EngineState.ValueType, reason: str) -> None:
-        """Change the state, and show it."""
         self.state, self.reason, self.owned = state, reason, False
         # A fence stays in the metric while it is tried to lift it.
         if state != pb.ENGINE_STATE_RECONCILING:
@@ -85,7 +69,6 @@ class EngineCondition:
         self._on_change()
 
     def fail(self, error: WeightSyncError) -> None:
-        """Show that the engine does not serve, or that nobody knows what it does."""
         away = error.reason in OUT_OF_REACH
         self.set(pb.ENGINE_STATE_AWAY if away else pb.ENGINE_STATE_FENCED, error.message)
         self.owned = error.reason is Reason.ENGINE_OWNED
@@ -93,20 +76,12 @@ class EngineCondition:
             self.refused = error.message
 
     def forget(self) -> None:
-        """Take note that the engine is gone, or another one."""
         self.info = None
         self.refused = ""
         self._metrics.set_served({})
 
-    def status(
-        self, live: PreparedVersion | None, loads: LoadScheduler | None = None
-    ) -> pb.EngineStatus:
-        """Return what GetStatus shows of the engine, and of what every rank holds.
-
-        Args:
-            live: What they hold; None: not known.
-            loads: Has the ranks load versions; None: they do not.
-        """
+    def status(self, live: PreparedVersion | None, loads: LoadScheduler | None) -> pb.EngineStatus:
+        """Return what GetStatus shows; `live` None: nobody knows what every rank holds."""
         info = self.info
         return pb.EngineStatus(
             state=self.state,
@@ -114,17 +89,13 @@ class EngineCondition:
             engine_id=info.engine_id if info else "",
             vllm_version=info.vllm_version if info else "",
             kind=info.kind if info else "",
-            ranks=_ranks(live, loads),
+            ranks=replies.current_ranks(live, loads),
             capabilities=sorted(info.capabilities) if info else [],
             warnings=info.warnings if info else [],
         )
 
     def unavailable(self, retry_s: float) -> WeightSyncError:
-        """Return the refusal of a call for an engine that does not serve, with what to do.
-
-        Args:
-            retry_s: How often it is tried to lift a fence, seconds.
-        """
+        """Return the refusal of a call for an engine that does not serve, with what to do."""
         if self.state == pb.ENGINE_STATE_FENCED:
             remedy = (
                 "restart vLLM with what the reason asks for"
@@ -141,9 +112,3 @@ class EngineCondition:
             f"the engine is not ready ({self.reason}); it is connected as soon as it answers",
             retry_after_s=1.0,
         )
-
-
-def _ranks(live: PreparedVersion | None, loads: LoadScheduler | None) -> list[pb.RankResult]:
-    if live is not None:
-        return replies.current_ranks(live, loads)
-    return replies.loading_ranks(loads) if loads is not None else []

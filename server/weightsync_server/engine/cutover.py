@@ -1,10 +1,13 @@
 """One pause: from the last token of the old version to the first of the new one, or of the old one.
 
-INTENT -> pause -> commit + verify on every rank -> all equal? resume on the new version
-                                                 -> else: restore the old one, verify, resume
-                                                 -> else: fence
+pause:   INTENT -> pause
+write:   commit + verify on every rank -> all equal?
+release: resume on the new version
+go_back: restore the old one, verify, resume
+         -> else: fence
 
-In mode between_steps the ranks do all of that in one call, and nothing pauses.
+Between these the caller may wait for others. In mode between_steps the ranks do all of that in one
+call, and nothing pauses.
 """
 
 from __future__ import annotations
@@ -12,30 +15,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Never, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Never, TypeVar
 
 from weightsync import failpoints
-from weightsync.engine import BETWEEN_STEPS, EngineState, SwitchOrder
+from weightsync.engine import BETWEEN_STEPS, EngineState, OpenApply, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine.journal import disk_errors_logged
-from weightsync_server.engine.outcome import CutoverResult
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.engine.journal import Journal, disk_errors_logged
+from weightsync_server.engine.outcome import ApplyCause, CutoverPlan, CutoverResult, PreparedVersion
 from weightsync_server.engine.refusals import OUT_OF_REACH
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.journal import Journal
-    from weightsync_server.engine.outcome import Cause, CutoverPlan, PreparedVersion
-    from weightsync_server.engine.session import EngineSession
-    from weightsync_server.engine.together import Member
-    from weightsync_server.engine.worker_reports import RankCommit
-    from weightsync_server.ops.engine_metrics import EngineMetrics
-    from weightsync_server.ops.metrics import Metrics
-
-__all__ = ["Cutover"]
+from weightsync_server.engine.session import EngineSession
+from weightsync_server.engine.worker_reports import RankCommit
+from weightsync_server.ops.metrics import EngineMetrics
 
 logger = logging.getLogger(__name__)
+
 
 _T = TypeVar("_T")
 
@@ -59,43 +54,43 @@ def _restored(
     )
 
 
+@contextlib.contextmanager
+def _cut_short() -> Iterator[None]:
+    """Say of an error of this host that nobody knows what it has left of a pause."""
+    try:
+        yield
+    except OSError as error:
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            f"the apply was cut short in its pause ({error.strerror or error}); every rank is "
+            "asked what it holds, and GetStatus tells what the engine serves",
+            retry_after_s=1.0,
+        ) from error
+
+
 class Cutover:
     """Makes one prepared version live, or puts the old one back.
 
-    Args:
-        session: The engine.
-        journal: Where INTENT goes.
-        metrics: Where the phases go.
-        shown: Where the ranks' versions go.
-        commit_timeout_s: Longest time for the ranks to write and prove; then the engine is fenced.
-        together: What it waits for, where others do the same at once; None: nothing.
-
-    Attributes:
-        compared_all: Whether every rank compared all of a version that was put back with what this
-            server received, and not with memory in which it lay since.
-        at_fault: Whether it was the target that failed here, and not another engine, or the disk.
+    An engine whose ranks take longer than `commit_timeout_s` to write and prove is fenced. Whatever
+    one of its steps raises, `abandon` must follow, or the engine stands still for as long as this
+    lives. `compared_all`: every rank compared all of a restored version with what this server
+    received, and not with memory in which it had lain since. `at_fault`: the target itself failed
+    here, and not another engine or the disk.
     """
 
-    def __init__(
-        self,
-        session: EngineSession,
-        journal: Journal,
-        metrics: Metrics,
-        shown: EngineMetrics,
-        commit_timeout_s: float,
-        together: Member | None = None,
-    ) -> None:
-        self._session = session
-        self._journal = journal
-        self._metrics = metrics
-        self._shown = shown
-        self._together = together
-        self._timeout_s = commit_timeout_s
+    def __init__(self, session: EngineSession, journal: Journal, shown: EngineMetrics) -> None:
+        self._session, self._journal = session, journal
+        self._metrics, self._shown = session.context.metrics, shown
+        self._timeout_s = session.context.limits.commit_timeout_s
+        self._open = contextlib.AsyncExitStack()
+        self._began = 0.0
+        self._written = False
+        self._result = CutoverResult()
         self.compared_all = True
         self.at_fault = False
 
     async def run(self, plan: CutoverPlan) -> CutoverResult:
-        """Return when the engine generates on the target, proved on every rank; DONE must follow.
+        """Return when an engine that waits for nobody generates on the target; DONE must follow.
 
         Raises:
             WeightSyncError: APPLY_RESTORED: the engine generates on the base, proved on every rank;
@@ -104,46 +99,92 @@ class Cutover:
                 asked.
             OSError: Nothing was paused or written.
         """
-        result = CutoverResult()
+        if plan.spec.mode == BETWEEN_STEPS:
+            return await self._switch(plan)
+        await self.pause(plan)
+        if failures := await self.write(plan):
+            await self.go_back(plan, failures)
+        return await self.release(plan)
+
+    async def pause(
+        self, plan: CutoverPlan, *, alone: bool = True, patience_s: float = 0.0
+    ) -> None:
+        """Return when the engine stands still; INTENT was written, by others if not `alone`.
+
+        It keeps the lease of its pause. If not `alone`, the engine is fenced when that runs out,
+        and asks for the decision, which may take `patience_s`. Each step raises as `run`.
+        """
+        await self._begin(plan, alone=alone)
+        longest, open_apply = 0.0, None
+        if not alone:
+            # Others stand still and are written later.
+            longest = self._session.longest_pause_s(plan.spec) + self._timeout_s + patience_s
+            target = plan.target
+            open_apply = OpenApply(target.apply_id, plan.base.record.version, target.record.version)
+        with _cut_short():
+            self._open.enter_context(self._bounded(plan, longest))
+            paused = self._session.paused(plan.spec, open_apply)
+            pause = await self._open.enter_async_context(paused)
+        self._began = pause.began
+        self._result.pause_mode, self._result.pause_s = pause.mode, pause.seconds
+
+    async def write(self, plan: CutoverPlan) -> list[str]:
+        """Commit on every rank and verify; return why that failed, empty: the target is proved."""
+        with _cut_short():
+            self._written = True
+            failures = await self._tried(lambda: self._commit(plan.target, self._result))
+        self.at_fault = bool(failures)
+        return failures
+
+    async def release(self, plan: CutoverPlan) -> CutoverResult:
+        """Return when the engine generates on the target, which every rank was proved to hold."""
+        start = time.perf_counter()
+        with _cut_short():
+            await failpoints.reach("apply.resume")
+            await self.resume(plan.target)
+        self._result.resume_s = time.perf_counter() - start
+        await self.abandon()
+        self._result.paused_s = time.perf_counter() - self._began
+        return await self._ended()
+
+    async def go_back(self, plan: CutoverPlan, failures: list[str]) -> Never:
+        """Raise when the engine generates on the base, proved again if anything was written."""
+        with _cut_short():
+            if self._written:
+                await self._restore(plan.base, failures)
+            await self.resume(plan.base)
+        raise _restored(plan.base, failures, at_fault=self.at_fault)
+
+    async def abandon(self) -> None:
+        """Renew the pause no longer: an engine that stands still is left to its lease."""
+        await self._open.aclose()
+
+    async def _begin(self, plan: CutoverPlan, *, alone: bool) -> None:
         await failpoints.reach("apply.intent")
         self._refuse_second(plan.cause)
-        if self._together is None:
+        if alone:
             await self._journal.intent(plan)
         await failpoints.reach("apply.pause")
-        try:
-            with self._bounded(plan):
-                await self._made_live(plan, result)
-        except OSError as error:
-            raise WeightSyncError(
-                Reason.ENGINE_AWAY,
-                f"the apply was cut short in its pause ({error.strerror or error}); every rank is "
-                "asked what it holds, and GetStatus tells what the engine serves",
-                retry_after_s=1.0,
-            ) from error
+
+    async def _ended(self) -> CutoverResult:
         with disk_errors_logged():
             await failpoints.reach("apply.resumed")
-        self._observe(result)
-        return result
+        for phase in ("pause", "commit", "verify", "resume", "paused"):
+            self._metrics.observe_phase(phase, getattr(self._result, f"{phase}_s"))
+        self._metrics.add_written(self._result.written_bytes)
+        return self._result
 
     async def place(self, target: PreparedVersion) -> None:
-        """Commit into an engine that stands still already; the caller resumes it.
-
-        Raises:
-            WeightSyncError: ENGINE_FENCED with the reason.
-        """
+        """Commit into an engine that stands still already; the caller resumes it."""
         await self._journal.intent_to_place(target)
         failures = await self._commit(target, CutoverResult())
         if failures:
             await self._fence(failures)
 
     async def resume(self, current: PreparedVersion) -> None:
-        """Have an engine generate that stands still.
+        """Have an engine generate that stands still; ENGINE_AWAY: that was not confirmed.
 
-        Args:
-            current: What every rank is proved to hold.
-
-        Raises:
-            WeightSyncError: ENGINE_AWAY; that was not confirmed.
+        Every rank must be proved to hold `current`.
         """
         try:
             await self._session.resume(current)
@@ -155,16 +196,14 @@ class Cutover:
                 retry_after_s=1.0,
             ) from error
 
-    async def _made_live(self, plan: CutoverPlan, result: CutoverResult) -> None:
-        if self._together is not None:
-            await self._paused_together(plan, result, self._together)
-        elif plan.spec.mode == BETWEEN_STEPS:
-            await self._between(plan, result)
-        else:
-            await self._paused(plan, result)
+    async def _switch(self, plan: CutoverPlan) -> CutoverResult:
+        await self._begin(plan, alone=True)
+        with _cut_short(), self._bounded(plan):
+            await self._between(plan)
+        return await self._ended()
 
-    async def _between(self, plan: CutoverPlan, result: CutoverResult) -> None:
-        target, base = plan.target, plan.base
+    async def _between(self, plan: CutoverPlan) -> None:
+        target, base, result = plan.target, plan.base, self._result
         result.pause_mode = BETWEEN_STEPS
         order = SwitchOrder(
             apply_id=target.apply_id,
@@ -188,7 +227,7 @@ class Cutover:
         self, order: SwitchOrder, record: VersionRecord
     ) -> tuple[list[RankCommit], str]:
         ranks = self._session.ranks
-        self._session.serving_time.permitted_s(record)
+        self._session.context.serving_time.permitted_s(record)
         try:
             # For the commit and, where it fails, for the way back.
             return await ranks.switch(order, 2 * self._timeout_s)
@@ -208,40 +247,7 @@ class Cutover:
         await failpoints.reach("apply.committed")
         return written
 
-    async def _paused(self, plan: CutoverPlan, result: CutoverResult) -> None:
-        async with self._session.paused(plan.spec) as pause:
-            result.pause_mode, result.pause_s = pause.mode, pause.seconds
-            failures = await self._tried(lambda: self._commit(plan.target, result))
-            if failures:
-                self.at_fault = True
-                await self._restore(plan.base, failures)
-            await self._go_on(plan, result)
-        result.paused_s = time.perf_counter() - pause.began
-
-    async def _paused_together(
-        self, plan: CutoverPlan, result: CutoverResult, together: Member
-    ) -> None:
-        """Do as `_paused` does, in step with others: all serve the target, or none of them."""
-        base = plan.base
-        async with self._session.paused(plan.spec, together.open_apply(plan)) as pause:
-            result.pause_mode, result.pause_s = pause.mode, pause.seconds
-            if failures := await together.stand_still():
-                await self.resume(base)
-                raise _restored(base, failures, at_fault=False)
-            failures = await self._tried(lambda: self._commit(plan.target, result))
-            self.at_fault = bool(failures)
-            if failures := await together.agree(failures):
-                await self._restore(base, failures)
-            await self._go_on(plan, result)
-        result.paused_s = time.perf_counter() - pause.began
-
-    async def _go_on(self, plan: CutoverPlan, result: CutoverResult) -> None:
-        start = time.perf_counter()
-        await failpoints.reach("apply.resume")
-        await self.resume(plan.target)
-        result.resume_s = time.perf_counter() - start
-
-    def _refuse_second(self, cause: Cause) -> None:
+    def _refuse_second(self, cause: ApplyCause) -> None:
         if cause.key and self._journal.answered(cause.key) is not None:
             logger.critical("invariant idempotent: a call that was answered is carried out again")
             self._metrics.violate("idempotent")
@@ -250,14 +256,12 @@ class Cutover:
                 "this call was answered already, and nothing was done again; repeat it",
             )
 
-    def _bounded(self, plan: CutoverPlan) -> contextlib.AbstractContextManager[None]:
+    def _bounded(
+        self, plan: CutoverPlan, others_s: float = 0.0
+    ) -> contextlib.AbstractContextManager[None]:
         # Two commits, a fence or as many resumes as are tried, each with a look at the engine.
         longest = self._session.longest_pause_s(plan.spec) + 2 * self._timeout_s
-        longest += self._session.longest_resume_s()
-        if self._together is not None:
-            # Others stand still and are written later.
-            longest += self._session.longest_pause_s(plan.spec) + self._timeout_s
-            longest += self._together.patience_s
+        longest += self._session.longest_resume_s() + others_s
         return self._metrics.bounds.within(f"the pause of apply {plan.target.apply_id}", longest)
 
     async def _commit(self, target: PreparedVersion, result: CutoverResult) -> list[str]:
@@ -291,7 +295,7 @@ class Cutover:
         result.commit_s = max(rank.commit_s for rank in result.ranks)
         result.verify_s = max(rank.verify_s for rank in result.ranks)
 
-    async def _restore(self, base: PreparedVersion, failures: list[str]) -> Never:
+    async def _restore(self, base: PreparedVersion, failures: list[str]) -> None:
         logger.error("apply failed, restoring: %s", "; ".join(failures))
         await failpoints.reach("apply.restore")
         result = CutoverResult()
@@ -300,8 +304,6 @@ class Cutover:
             await self._fence(failures + again)
         self.compared_all = result.compared_all
         await failpoints.reach("apply.restored")
-        await self.resume(base)
-        raise _restored(base, failures, at_fault=self.at_fault)
 
     async def _fence(self, failures: list[str]) -> Never:
         reason = "; ".join(failures)
@@ -316,8 +318,3 @@ class Cutover:
             f"the engine is fenced, it serves nothing: {reason}; the server tries to place the "
             "live version again, else restart vLLM",
         )
-
-    def _observe(self, result: CutoverResult) -> None:
-        for phase in ("pause", "commit", "verify", "resume", "paused"):
-            self._metrics.observe_phase(phase, getattr(result, f"{phase}_s"))
-        self._metrics.add_written(result.written_bytes)

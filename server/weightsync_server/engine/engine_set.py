@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from typing import TYPE_CHECKING
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine.engine_names import NAME, SUFFIX, engine_name
-from weightsync_server.engine.journal import HostJournal
+from weightsync_server.engine.engine_participant import EngineApplier
+from weightsync_server.engine.journal import HostJournal, JournalFile
+from weightsync_server.engine.supervisor import EngineSupervisor
 from weightsync_server.ops.os_errors import translate_os_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from weightsync_server.engine.engine_applier import EngineApplier
-    from weightsync_server.engine.journal_file import JournalFile
-    from weightsync_server.engine.supervisor import EngineSupervisor
-
-__all__ = ["EngineSet"]
+from weightsync_server.ops.tasks import cancel_tasks
 
 logger = logging.getLogger(__name__)
+
+
+#: What an engine may be called.
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+#: Of sockets of bridges.
+SUFFIX = ".sock"
+_ALONE = ("embedded", "memory", "none")
+
+
+def engine_name(engine: str | Path) -> str:
+    """The file name of its socket, or what it is."""
+    return Path(str(engine).removeprefix("unix:")).name.removesuffix(SUFFIX)
+
+
+def check_engines(engines: list[str]) -> list[str]:
+    """Return engines; refuse with ValueError those that cannot be told apart, or are none."""
+    for engine in engines:
+        if engine not in _ALONE and not engine.startswith("unix:"):
+            raise ValueError(
+                f"engine must be unix:PATH, 'embedded', 'memory' or 'none', not {engine!r}"
+            )
+        if engine not in _ALONE and not NAME.fullmatch(engine_name(engine)):
+            raise ValueError(
+                f"engine must name a socket of letters, digits and . _ -, such as "
+                f"unix:/run/engine.sock, not {engine!r}"
+            )
+        if engine in _ALONE and len(engines) > 1:
+            raise ValueError(f"engine {engine} goes with no other; name it alone, or sockets only")
+    names = Counter(map(engine_name, engines))
+    twice = next((name for name, count in names.items() if count > 1), "")
+    if twice:
+        raise ValueError(
+            f"two engines would be called {twice}; give their sockets different file names"
+        )
+    return engines
+
 
 #: How often the folder is looked at, seconds.
 _LOOK_S = 0.5
@@ -34,16 +64,9 @@ _GONE = 64
 class EngineSet:
     """Knows every engine, in the order of their names.
 
-    Args:
-        journal: Of all of them.
-        folder: In it lie the sockets of engines that come and go; None: none do.
-        make: Makes what applies versions to the engine behind a socket, which is not started yet.
-        on_left: Awaited with the name of an engine that is gone.
-        own: Sockets of this server, which may lie in the folder.
-
-    Attributes:
-        journal: As given.
-        host_journal: Where applies of several together are written down.
+    `folder` holds the sockets of engines that come and go, None when none do; sockets in `own` are
+    this server's and may lie there too. `make` returns an applier that is not started yet.
+    `on_left` is awaited with an engine that is gone.
     """
 
     def __init__(
@@ -51,7 +74,7 @@ class EngineSet:
         journal: JournalFile,
         folder: Path | None = None,
         make: Callable[[Path], EngineApplier] | None = None,
-        on_left: Callable[[str], Awaitable[None]] | None = None,
+        on_left: Callable[[EngineSupervisor], Awaitable[None]] | None = None,
         own: frozenset[Path] = frozenset(),
     ) -> None:
         self.journal = journal
@@ -69,28 +92,23 @@ class EngineSet:
         self._gone: dict[str, str] = {}
 
     def add(self, applier: EngineApplier) -> None:
-        """Take an engine up; `start` starts it."""
         self._appliers[applier.name] = applier
         self._appliers = dict(sorted(self._appliers.items()))
 
     def start(self) -> None:
-        """Begin to connect and to watch."""
         for applier in self._appliers.values():
             applier.supervisor.start()
         if self._folder is not None:
             self._task = asyncio.create_task(self._watch(), name="engines")
 
     async def stop(self) -> None:
-        """Stop watching. The engines go on with what they serve."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        """The engines go on with what they serve."""
+        await cancel_tasks(self._task)
         while self._leaving:
             await asyncio.gather(*self._leaving.values(), return_exceptions=True)
         await asyncio.gather(*(one.supervisor.stop() for one in self._appliers.values()))
         for name in self._found:
-            await self._appliers[name].supervisor.close()
+            await self._appliers[name].supervisor.engine.close()
 
     @property
     def several(self) -> bool:
@@ -99,7 +117,6 @@ class EngineSet:
 
     @property
     def supervisors(self) -> list[EngineSupervisor]:
-        """Of every engine, in the order of their names."""
         return [one.supervisor for one in self._appliers.values()]
 
     @property
@@ -116,16 +133,10 @@ class EngineSet:
 
     @property
     def appliers(self) -> list[EngineApplier]:
-        """Of every engine, in the order of their names."""
         return list(self._appliers.values())
 
     def named(self, name: str) -> list[EngineApplier]:
-        """Return the engine with a name, or all; empty: all.
-
-        Raises:
-            WeightSyncError: REQUEST_INVALID: there is none of this name. ENGINE_AWAY: there is
-                none at all.
-        """
+        """Return the engine with a name, or all if it is empty; never none."""
         if not self._appliers:
             where = f"no socket lies in {self._folder}" if self._folder else "--engine is none"
             raise WeightSyncError(
@@ -142,7 +153,6 @@ class EngineSet:
         return [self._appliers[name]]
 
     def status(self) -> list[pb.EngineStatus]:
-        """Return what GetStatus shows of each."""
         return [supervisor.status() for supervisor in self.supervisors]
 
     async def _watch(self) -> None:
@@ -185,12 +195,13 @@ class EngineSet:
         self._passed_over = passed_over
 
     async def _leave(self, name: str) -> None:
+        gone = self._appliers[name].supervisor
         try:
-            await self._appliers[name].supervisor.leave()
+            await gone.leave()
             if self._on_left is not None:
-                await self._on_left(name)
+                await self._on_left(gone)
         finally:
-            if loaded := self._appliers[name].supervisor.loaded:
+            if loaded := gone.loaded:
                 self._gone.pop(name, None)
                 self._gone[name] = loaded
                 self._gone = dict([*self._gone.items()][-_GONE:])

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.segment_socket import OfferedFile, SegmentServer
 from weightsync_server.engine.ranks import QUICK_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-    from concurrent.futures import Future
-
-    from weightsync.shm.segment_socket import OfferedFile, SegmentServer
-
-__all__ = ["offered", "offered_by_each"]
+from weightsync_server.ops.os_errors import write_fault
 
 
 @contextlib.asynccontextmanager
@@ -26,13 +22,7 @@ async def offered(
 ) -> AsyncIterator[Sequence[OfferedFile]]:
     """Give the files that an engine offers, closed after the block.
 
-    Args:
-        segments: Where they come.
-        ask: Has the engine send them, given the path of the socket and the name of the offer.
-        what: What they are, for the sentence.
-
-    Raises:
-        WeightSyncError: ENGINE_AWAY: they did not come. Or as `ask`.
+    `ask` gets the path of the socket and the name of the offer; `what` is for the error.
     """
     offer = f"offer-{secrets.token_hex(8)}"
     path = str(segments.path)
@@ -47,14 +37,7 @@ async def offered_by_each(
     ask: Callable[[], Awaitable[object]],
     what: str,
 ) -> AsyncIterator[Sequence[Sequence[OfferedFile]]]:
-    """Give the files of several offers, in order, closed after the block; see `offered`.
-
-    Args:
-        segments: Where they come.
-        offers: Names of the offers.
-        ask: Has all of them sent.
-        what: What they are, for the sentence.
-    """
+    """Give the files of several offers, in order, closed after the block; see `offered`."""
     futures = [segments.expect_offer(offer) for offer in offers]
     try:
         await ask()
@@ -65,6 +48,8 @@ async def offered_by_each(
         for future in futures:
             if not future.cancel():
                 future.add_done_callback(_close_unused)
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise write_fault(error, f"receiving {what}") from error
         if isinstance(error, (TimeoutError, EOFError, OSError)):
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,

@@ -1,7 +1,7 @@
 """A key runs once and is answered again, also by a server that was started after the call was done.
 
-While this server lives a repeated call joins the task of the first; what a call changed and was
-answered lies in the journal. Each call runs in a task that no RPC owns.
+While this server lives a repeated call joins the task of the first, which no RPC owns; what a call
+changed and was answered lies in the journal.
 """
 
 from __future__ import annotations
@@ -10,35 +10,17 @@ import asyncio
 import base64
 import functools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import xxhash
+from google.protobuf.message import Message
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import replies
-from weightsync_server.engine.journal_file import Answer
-from weightsync_server.engine.outcome import Cause
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from google.protobuf.message import Message
-
-    from weightsync_server.engine.journal_file import Entry, JournalFile
-    from weightsync_server.engine.outcome import PreparedVersion
-
-__all__ = [
-    "Answer",
-    "Calls",
-    "Reply",
-    "Request",
-    "cause",
-    "earlier_reply",
-    "pack",
-    "pack_recovered",
-    "pack_refusal",
-]
+from weightsync_server.engine.journal import Answer, Entry, JournalFile
+from weightsync_server.engine.outcome import ApplyCause, PreparedVersion
 
 Request = pb.ApplyVersionRequest | pb.RollbackRequest
 Reply = TypeVar("Reply", pb.ApplyVersionResponse, pb.RollbackResponse)
@@ -66,14 +48,8 @@ class Calls:
     ) -> _T:
         """Return the answer of the call with this key, which is started if there is none yet.
 
-        Args:
-            key: Idempotency key; empty: the call has none.
-            request: What is asked.
-            start: Answers it.
-
-        Raises:
-            WeightSyncError: REQUEST_INVALID: the key is too long, or came with another request.
-                APPLY_BUSY: too many calls wait. Or what the call raises.
+        An empty `key`: the call has none. REQUEST_INVALID: the key is too long, or came with
+        another request. APPLY_BUSY: too many calls wait.
         """
         task = self._known(key, request)
         if task is None:
@@ -83,7 +59,6 @@ class Calls:
         return answer
 
     async def drain(self) -> None:
-        """Wait for calls that are running."""
         while self._running:
             await asyncio.wait(self._running)
 
@@ -124,18 +99,15 @@ class Calls:
             del self._tasks[key]
 
 
-def cause(request: Request, *, rejects: int = 0, reason: str = "") -> Cause:
-    """Return why an apply is made, as the journal keeps it."""
+def cause(request: Request, *, rejects: int = 0, reason: str = "") -> ApplyCause:
     key = request.idempotency_key
-    return Cause(key, _digest(request) if key else "", rejects, reason)
+    return ApplyCause(key, _digest(request) if key else "", rejects, reason)
 
 
 def earlier_reply(journal: JournalFile, request: Request, kind: type[Reply]) -> Reply | None:
     """Return what an earlier call with this key was answered; None: none had an effect.
 
-    Raises:
-        WeightSyncError: What it was answered, if that was a refusal. REQUEST_INVALID: it asked for
-            something else.
+    Raises its refusal if it had one, and REQUEST_INVALID if it asked for something else.
     """
     entry = journal.answered(request.idempotency_key) if request.idempotency_key else None
     if entry is None or entry.answer is None:
@@ -149,7 +121,6 @@ def earlier_reply(journal: JournalFile, request: Request, kind: type[Reply]) -> 
 
 
 def key_reused() -> WeightSyncError:
-    """Return the refusal of a key that came with another request before."""
     return WeightSyncError(
         Reason.REQUEST_INVALID,
         "idempotency_key belongs to another request; use a key once, or repeat its request",
@@ -168,17 +139,14 @@ def pack(reply: Reply) -> Answer:
 
 
 def pack_refusal(message: str) -> Answer:
-    """Return the refusal of an apply that was restored as the journal keeps it."""
     return Answer(refusal=message.encode()[:_MAX_MESSAGE].decode(errors="ignore"))
 
 
 def pack_recovered(intent: Entry, current: PreparedVersion, *, rejected: bool) -> Answer:
     """Return the answer to a call that lost its server, or its engine, after its last write.
 
-    Args:
-        intent: What it was about to do.
-        current: What every rank was found to hold, which is just that.
-        rejected: Whether the version that a rollback left is rejected.
+    Every rank was found to hold `current`, which is just what `intent` was about to make live.
+    `rejected`: the version that a rollback left is.
     """
     report = replies.recovered(intent, current)
     left = intent.cause.rejects

@@ -4,30 +4,246 @@ A record tells, too, who asked with which key, and a DONE what was answered, so 
 repeated to the next server is not done twice. Of engines that go together one record tells for all:
 INTENT, then COMMIT before the first of them resumes, then DONE. An INTENT without a COMMIT is no
 decision, so that all of them go back.
+
+A torn or damaged tail is ignored; the last good record tells where an engine was meant to be.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import logging
+import os
 import secrets
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from weightsync import failpoints
-from weightsync.errors import WeightSyncError
-from weightsync_server.engine.journal_file import HOST, Answer, Entry
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.journal_file import JournalFile
-    from weightsync_server.engine.outcome import CutoverPlan, PreparedVersion
-
-__all__ = ["HostJournal", "Journal", "disk_errors_logged", "live_in_store"]
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.engine.outcome import ApplyCause, CutoverPlan, PreparedVersion
+from weightsync_server.ops import durable_files
 
 logger = logging.getLogger(__name__)
+
+
+#: In place of the name of an engine: all engines that take part, together.
+HOST = "*"
+#: The file is started anew, with only what still counts, when it has grown to this many bytes.
+_ROTATE_BYTES = 1 << 20
+#: Answers that it then keeps, the newest; they may fill half of the file.
+_ANSWERS = 256
+#: Engines whose last records it then keeps, the newest.
+_ENGINES = 256
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call with a key was told at its end.
+
+    `reply` is the serialised response in base64, empty when the old version was restored; `refusal`
+    is the sentence that said so.
+    """
+
+    reply: str = ""
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One record.
+
+    Attributes:
+        event: `INTENT` or `DONE`; between them, for engines that go together, `COMMIT`.
+        apply_id: The attempt, also where it ended with another version than it was made for.
+        version: For INTENT and COMMIT the target, for DONE what is live.
+        previous: The version that was live before; 0: none.
+        cause: Not given when an engine is healed, or when the call will not be repeated.
+        answer: For DONE: what a call with a key was told.
+        store: For DONE: digest of the URL of the store in which the version is committed; empty: in
+            none that lasts.
+        engine: Its name; `HOST`: those that go together; empty: the one of an earlier release.
+        bases: For `HOST`, before a decision and where all went back: what engines served, by name.
+            The record is of no other engine then. For the INTENT of one engine: what that served,
+            where its end is one for all engines of this host.
+    """
+
+    event: str
+    apply_id: str
+    version: int
+    previous: int
+    cause: ApplyCause = field(default_factory=ApplyCause)
+    answer: Answer | None = None
+    store: str = ""
+    engine: str = ""
+    bases: dict[str, int] = field(default_factory=dict)
+
+    def counts_for(self, engine: str) -> bool:
+        if self.engine == HOST:
+            return not self.bases or engine in self.bases
+        return self.engine in ("", engine)
+
+    def meant_for(self, engine: str) -> int:
+        """Return what an engine shall hold as of this record; 0: what it held before."""
+        if self.event == "INTENT":
+            return self.bases.get(engine, self.previous)
+        return self.bases.get(engine, self.version)
+
+
+def _encode(entry: Entry) -> bytes:
+    facts = asdict(entry)
+    for name in ("cause", "answer"):
+        # Only what says something is written, and most applies say neither.
+        facts[name] = {key: value for key, value in (facts[name] or {}).items() if value}
+    body = json.dumps(
+        {key: value for key, value in facts.items() if value not in ({}, "")}
+    ).encode()
+    return f"{xxhash.xxh3_64_hexdigest(body)} ".encode() + body + b"\n"
+
+
+def _decode(line: bytes) -> Entry | None:
+    checksum, _, body = line.removesuffix(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or checksum != xxhash.xxh3_64_hexdigest(body).encode():
+        return None
+    facts: dict[str, Any] = json.loads(body)
+    answer = facts.pop("answer", None)
+    cause = ApplyCause(**facts.pop("cause", {}))
+    return Entry(**facts, cause=cause, answer=Answer(**answer) if answer else None)
+
+
+class JournalFile:
+    """An append-only file, made when missing; a record is on disk when `write` returns.
+
+    `store_url` is of the store of the versions, empty when that lasts no longer than the server;
+    `store` is its digest, as the URL may hold a secret.
+    """
+
+    def __init__(self, path: Path, store_url: str = "") -> None:
+        self.store = xxhash.xxh3_64_hexdigest(store_url.encode()) if store_url else ""
+        self._path = path
+        self._fd = -1
+        # Engines end their applies at the same time, each in a thread of its own.
+        self._lock = threading.Lock()
+        # Whether the file may end in a record that does not count.
+        self._torn = False
+        self._entries = self._read()
+        self._rewrite()
+
+    def newest_first(self) -> Iterator[Entry]:
+        return reversed(self._entries)
+
+    def engines(self) -> frozenset[str]:
+        """Return the names of the engines that records are of; of an earlier release: empty."""
+        named = {name for entry in self._entries for name in (entry.engine, *entry.bases)}
+        return frozenset(named - {HOST})
+
+    def answered(self, key: str) -> Entry | None:
+        """Return the DONE that answered a key; None: it is new, or was answered long ago."""
+        for entry in reversed(self._entries):
+            if entry.answer is not None and entry.cause.key == key:
+                return entry
+        return None
+
+    async def append(self, entry: Entry) -> None:
+        """Append a record durably; one that raises DISK_EXHAUSTED does not count."""
+        try:
+            await asyncio.to_thread(self.write, entry)
+        except OSError as error:
+            raise WeightSyncError(
+                Reason.DISK_EXHAUSTED,
+                f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
+            ) from error
+
+    async def end(self, entry: Entry, answer: Answer | None, *, in_store: bool) -> None:
+        """Append the DONE of what an entry began, whatever the disk says."""
+        # What it rejects is rejected by now.
+        cause = replace(entry.cause, rejects=0, reason="")
+        kept = answer if cause.key else None
+        store = self.store if in_store else ""
+        done = replace(entry, event="DONE", cause=cause, answer=kept, store=store)
+        with disk_errors_logged():
+            await self.append(done)
+
+    def write(self, entry: Entry) -> None:
+        """Append a record durably, blocking for one fsync; after an OSError it does not count."""
+        failpoints.hit("journal.write")
+        with self._lock:
+            if self._torn or os.fstat(self._fd).st_size > _ROTATE_BYTES:
+                self._rewrite()
+            data, size = _encode(entry), os.fstat(self._fd).st_size
+            self._torn = True
+            try:
+                durable_files.write(self._fd, data)
+                durable_files.fsync(self._fd)
+            except OSError:
+                # A record that was refused must not be found after a crash either.
+                with contextlib.suppress(OSError):
+                    durable_files.cut(self._fd, size)
+                raise
+            self._torn = False
+            self._entries.append(entry)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read(self) -> list[Entry]:
+        failpoints.hit("journal.read")
+        entries: list[Entry] = []
+        if self._path.exists():
+            for line in self._path.read_bytes().splitlines(keepends=True):
+                entry = _decode(line)
+                if entry is None:
+                    break
+                entries.append(entry)
+        return entries
+
+    def _counting(self) -> Iterator[Entry]:
+        entries = self._entries
+        kept: set[int] = set()
+        done = [at for at, entry in enumerate(entries) if entry.event == "DONE"]
+        room, left = _ROTATE_BYTES // 2, _ANSWERS
+        for at in reversed(done):
+            if entries[at].answer is not None:
+                room, left = room - len(_encode(entries[at])), left - 1
+                if room < 0 or left < 0:
+                    break
+                kept.add(at)
+        kept.update(range(len(entries))[-1:])
+        newest: dict[tuple[str, bool, bool], int] = {}
+        for at, entry in enumerate(entries):
+            # What is decided for all engines outlasts what some of them are about to do.
+            which = entry.engine, entry.event == "DONE", bool(entry.bases)
+            newest.pop(which, None)
+            newest[which] = at
+        kept.update(list(newest.values())[-2 * _ENGINES :])
+        return (entries[at] for at in sorted(kept))
+
+    def _rewrite(self) -> None:
+        # Also cuts a torn tail off, so that records written from now on are found again. Until the
+        # end the open file may be one that has no name any more.
+        self._torn = True
+        self._entries = list(self._counting())
+        fresh = self._path.with_suffix(".new")
+        durable_files.unlink(fresh)
+        fd = durable_files.create(fresh)
+        try:
+            durable_files.write(fd, b"".join(map(_encode, self._entries)))
+            durable_files.fsync(fd)
+        finally:
+            os.close(fd)
+        durable_files.rename(fresh, self._path)
+        durable_files.flush_directory(self._path.parent)
+        before = self._fd
+        self._fd = durable_files.append(self._path)
+        self._torn = False
+        if before >= 0:
+            os.close(before)
 
 
 @contextlib.contextmanager
@@ -40,24 +256,17 @@ def disk_errors_logged() -> Iterator[None]:
 
 
 class Journal:
-    """What the journal says of one engine, and where its applies are written down.
-
-    Args:
-        file: Of all engines of this host.
-        engine: Name of the engine.
-    """
+    """What the journal says of one engine; all engines of this host share `file`."""
 
     def __init__(self, file: JournalFile, engine: str = "") -> None:
         self.engine = engine
         self._file = file
 
     def _entries(self) -> Iterator[Entry]:
-        """Yield the records that count for the engine, newest first."""
         return (entry for entry in self._file.newest_first() if entry.counts_for(self.engine))
 
     @property
     def last(self) -> Entry | None:
-        """The newest good record."""
         return next(self._entries(), None)
 
     @property
@@ -74,10 +283,7 @@ class Journal:
 
     @property
     def decided(self) -> int:
-        """The version that was decided for all engines together, and none was for this one since.
-
-        0: what it holds, proved, may stay.
-        """
+        """The version decided for all engines together, with none for this one since; else 0."""
         begun: set[int] = set()
         for entry in self._entries():
             if entry.engine == HOST:
@@ -91,97 +297,71 @@ class Journal:
 
     @property
     def live_in_store(self) -> int:
-        """Live version, if the newest record says that it is in the store of today; 0: it is not.
-
-        An INTENT says nothing of that.
-        """
+        """Live version, if the newest record, no INTENT, has it in the store of today; else 0."""
         last = self.last
         if last is None or not last.store or last.store != self._file.store:
             return 0
         return last.meant_for(self.engine)
 
     def answered(self, key: str) -> Entry | None:
-        """Return the DONE that answered a key; None: it is new, or was answered long ago."""
         return self._file.answered(key)
 
     def says_live(self, version: int) -> bool:
-        """Whether the newest record is that this version is live."""
         last = self.last
         return last is not None and (last.event, last.meant_for(self.engine)) == ("DONE", version)
 
     async def intent(self, plan: CutoverPlan) -> None:
-        """Write down what an apply is about to do, before it pauses or writes anything.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED; the record does not count.
-        """
+        """Write down what an apply is about to do, before it pauses or writes anything."""
         # Not of its DONE: that ends for one engine what began for one.
         bases = {self.engine: plan.base.record.version} if plan.for_host else {}
         await self._file.append(replace(self._intent(plan), bases=bases))
 
     async def intent_to_place(self, target: PreparedVersion) -> None:
-        """Write down that a version is about to be placed in an engine that stands still.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED; the record does not count.
-        """
+        """Write down that a version is about to be placed in an engine that stands still."""
         await self._file.append(self._entry("INTENT", target))
 
     async def done(self, plan: CutoverPlan, answer: Answer) -> None:
         """Write down that an apply has ended well, and what its caller is answered.
 
         After the resume, so that no fsync lies in the pause: after a crash in between the ranks
-        themselves are asked what they hold. For that reason it raises nothing that the disk says.
+        themselves are asked what they hold. So it raises nothing that the disk says.
         """
+        await self._end(self._intent(plan), plan.target, answer)
         with disk_errors_logged():
-            await self._end(self._intent(plan), plan.target, answer)
             await failpoints.reach("apply.done")
 
     async def restored(self, plan: CutoverPlan, answer: Answer) -> None:
-        """Write down that an apply has ended with its base, and what its caller is answered."""
         done = self._entry("DONE", plan.base)
         done = replace(done, apply_id=plan.target.apply_id, cause=plan.cause)
-        with disk_errors_logged():
-            await self._end(done, plan.base, answer)
+        await self._end(done, plan.base, answer)
 
     async def finish(self, intent: Entry, current: PreparedVersion, answer: Answer) -> None:
-        """Write down that an apply which nobody saw the end of is found done, and its answer.
+        """Write down that an apply which nobody saw the end of is found done.
 
-        Args:
-            intent: What it was about to do.
-            current: What every rank holds, which is just that.
-            answer: For its caller, when he repeats the call.
+        `answer` is for the caller that repeats the call. Every rank holds `current`, the target.
         """
         if intent.bases:
             # Those that were away are to come to it as well.
             intent = replace(intent, engine=HOST, bases={})
-        with disk_errors_logged():
-            await self._end(intent, current, answer)
+        await self._end(intent, current, answer)
 
     async def found(self, current: PreparedVersion) -> None:
-        """Write down what every rank is found to hold."""
-        with disk_errors_logged():
-            await self._end(self._entry("DONE", current), current)
+        await self._end(self._entry("DONE", current), current)
 
     async def _end(
         self, entry: Entry, current: PreparedVersion, answer: Answer | None = None
     ) -> None:
-        # What it rejects is rejected by now.
-        cause = replace(entry.cause, rejects=0, reason="")
-        store = self._file.store if current.record.commit is not None else ""
-        kept = answer if cause.key else None
-        await self._file.append(replace(entry, event="DONE", cause=cause, answer=kept, store=store))
+        await self._file.end(entry, answer, in_store=current.record.commit is not None)
 
     def _entry(self, event: str, current: PreparedVersion) -> Entry:
-        # A version that is placed again keeps its way back.
-        version, (live, before) = current.record.version, self.live
-        return Entry(
-            event,
-            current.apply_id,
-            version,
-            before if version == live else live,
-            engine=self.engine,
-        )
+        version = current.record.version
+        before = self.before(version)
+        return Entry(event, current.apply_id, version, before, engine=self.engine)
+
+    def before(self, version: int) -> int:
+        """Return what to go back to from a version; one that is placed again keeps its way back."""
+        live, before = self.live
+        return before if version == live else live
 
     def _intent(self, plan: CutoverPlan) -> Entry:
         target, base = plan.target, plan.base.record.version
@@ -197,37 +377,19 @@ def live_in_store(file: JournalFile) -> frozenset[int]:
 
 
 class HostJournal:
-    """Where applies of several engines together are written down: one record for all of them.
-
-    Args:
-        file: Of all engines of this host.
-    """
-
     def __init__(self, file: JournalFile) -> None:
         self._file = file
 
     async def intent(self, plans: Mapping[str, CutoverPlan]) -> None:
-        """Write down what engines are about to do together, by name, before one of them pauses.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED; the record does not count.
-        """
+        """Write down what engines are about to do together, by name, before one of them pauses."""
         await self._file.append(_together("INTENT", plans))
 
     async def commit(self, plans: Mapping[str, CutoverPlan]) -> None:
-        """Decide that all go on with the target: from now on that is so, whatever happens.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED; nothing is decided, so all go back.
-        """
+        """Decide that all go on with the target, whatever happens; all go back if this raises."""
         await self._file.append(replace(_together("COMMIT", plans), bases={}))
 
     async def place(self, version: int) -> None:
-        """Decide that all engines go to a version which none of them may have prepared.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED; nothing is decided.
-        """
+        """Decide that all engines go to a version, prepared or not; not decided if this raises."""
         ended = (one for one in self._file.newest_first() if one.event != "INTENT")
         last = next(ended, None)
         live, before = (last.version, last.previous) if last is not None else (0, 0)
@@ -236,41 +398,24 @@ class HostJournal:
         await self._file.append(Entry("COMMIT", apply_id, version, previous, engine=HOST))
 
     async def done(self, plans: Mapping[str, CutoverPlan], answer: Answer) -> None:
-        """Write down that all have ended well, and what their caller is answered."""
         record = next(iter(plans.values())).target.record
         done = replace(_together("DONE", plans), bases={})
+        await self._file.end(done, answer, in_store=record.commit is not None)
         with disk_errors_logged():
-            await self._end(done, answer, in_store=record.commit is not None)
             await failpoints.reach("host.done")
 
     async def restored(self, plans: Mapping[str, CutoverPlan], answer: Answer) -> None:
-        """Write down that all have ended with what they served, and what the caller is answered."""
         done = _together("DONE", plans)
-        live, before = Journal(self._file, next(iter(plans))).live
-        previous = before if live == done.previous else live
+        previous = Journal(self._file, next(iter(plans))).before(done.previous)
         done = replace(done, version=done.previous, previous=previous)
         bases = [plan.base.record for plan in plans.values()]
-        with disk_errors_logged():
-            await self._end(done, answer, in_store=all(base.commit for base in bases))
+        await self._file.end(done, answer, in_store=all(base.commit for base in bases))
 
     async def found(self, record: VersionRecord, engine: str) -> None:
-        """Write down that all shall hold what those serve already that are there.
-
-        Args:
-            record: The version.
-            engine: Name of one that serves it.
-        """
-        live, before = Journal(self._file, engine).live
-        previous = before if live == record.version else live
+        """Write down that all shall hold what `engine` and others that are there serve already."""
+        previous = Journal(self._file, engine).before(record.version)
         entry = Entry("DONE", "", record.version, previous, engine=HOST)
-        with disk_errors_logged():
-            await self._end(entry, Answer(), in_store=record.commit is not None)
-
-    async def _end(self, entry: Entry, answer: Answer, *, in_store: bool) -> None:
-        cause = replace(entry.cause, rejects=0, reason="")
-        kept = answer if cause.key else None
-        store = self._file.store if in_store else ""
-        await self._file.append(replace(entry, cause=cause, answer=kept, store=store))
+        await self._file.end(entry, Answer(), in_store=record.commit is not None)
 
 
 def _together(event: str, plans: Mapping[str, CutoverPlan]) -> Entry:

@@ -1,33 +1,35 @@
-"""The comparison of everything that follows an apply which wrote only what changes.
+"""The comparison after an apply that wrote only changes, and leases of what ranks may read.
 
 Such an apply proves in its pause what it wrote. The rest of the live parameters is compared at once
 after it, beside generation. What comes meanwhile for the engine ends that comparison, but not for
 ever: applies in quick succession are all covered by one comparison within a minute.
+
+A commit that was given up, or whose answer was lost, may go on in the engine. Until every rank has
+answered a later call, nothing else may come into the memory that it reads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from weightsync import clock
-from weightsync.errors import WeightSyncError
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from weightsync_server.catalog.serving import EngineServing
-    from weightsync_server.engine.outcome import PreparedVersion
-    from weightsync_server.engine.session import EngineSession
-    from weightsync_server.engine.worker_reports import Report
-    from weightsync_server.ops.engine_metrics import EngineMetrics
-    from weightsync_server.ops.metrics import Metrics
-
-__all__ = ["CHECK_S", "LiveChecks"]
+from weightsync_server.catalog.serving import EngineServing
+from weightsync_server.engine.outcome import PreparedVersion
+from weightsync_server.engine.ranks import Ranks
+from weightsync_server.engine.refusals import OUT_OF_REACH
+from weightsync_server.engine.session import EngineSession
+from weightsync_server.engine.version_loads import LoadFailedError
+from weightsync_server.engine.worker_reports import Report
+from weightsync_server.ops.metrics import EngineMetrics, Metrics
+from weightsync_server.residency.slot import SlotLease
 
 logger = logging.getLogger(__name__)
+
 
 #: From the first write that was not compared as a whole: a comparison that runs is then waited for.
 _PATIENCE_S = 45.0
@@ -53,20 +55,13 @@ def _outside(version: int, names: Sequence[str]) -> str:
 class LiveChecks:
     """Compares what every rank holds with the live version, whenever nothing else is to be done.
 
-    Every method that asks the ranks is called by who has the engine for itself.
-
-    Args:
-        served: Of the engine; where the outcome is shown.
-        metrics: Where it is counted.
-        shown: Where it is shown.
-        on_failure: Called with a sentence when parameters do not hold the live version.
-        on_end: Called when a comparison has ended.
+    Every method that asks the ranks is called by who has the engine for itself. `on_failure` is
+    called with a sentence when parameters do not hold the live version.
 
     Attributes:
-        writers: Who could write the live parameters beside applies, trainers that are attached or
-            were a moment ago; and what is said to each when something was written; "": nothing was.
+        writers: Trainers that can write the live parameters beside applies, or could a moment ago,
+            each with what it is told when something was written ("": nothing was).
         owed_times: How often a comparison was asked for: one that had begun by then does not count.
-        break_off: Ends the block in which a trainer writes, for a reason; None: nobody writes.
         watched: Whether a process has the memory of a rank, by the ranks' word, or by that of this
             server where ranks of older releases have none; then all is compared again and again.
     """
@@ -87,7 +82,8 @@ class LiveChecks:
         self.writers: dict[object, str] = {}
         self.owed_times = 0
         self.watched = False
-        self.break_off: Callable[[str], None] | None = None
+        # Transactions from their beginning, which may be a long wait, by what ends each: of whom.
+        self._writing: dict[Callable[[str], None], object] = {}
         self._watch_at = 0.0
         self._task: asyncio.Task[None] | None = None
         # What was written and not compared as a whole, and since when; None: nothing.
@@ -96,21 +92,29 @@ class LiveChecks:
 
     @property
     def owed(self) -> bool:
-        """Whether a comparison is to be begun."""
         late = clock.monotonic() >= self._not_before
         return self._pending is not None and late and not self.running
 
     @property
     def running(self) -> bool:
-        """Whether the ranks compare."""
         return self._task is not None and not self._task.done()
 
-    def watch(self) -> None:
-        """Take note that a process is given the memory."""
-        self.watched = True
+    @contextlib.contextmanager
+    def writing(self, writer: object, break_off: Callable[[str], None]) -> Iterator[None]:
+        """Have `break_off` called with the reason why a writer's transaction must not go on."""
+        self._writing[break_off] = writer
+        try:
+            yield
+        finally:
+            del self._writing[break_off]
+
+    def break_off(self, why: str, writer: object | None = None) -> None:
+        """Have no transaction wait for its trainer any more; those of `writer` alone if given."""
+        for end, who in list(self._writing.items()):
+            if writer in (None, who):
+                end(why)
 
     def repeat(self, current: PreparedVersion) -> None:
-        """Owe another comparison, if it is time for one."""
         if self.watched and self._pending is None and clock.monotonic() >= self._watch_at:
             self.owe(current)
 
@@ -180,13 +184,8 @@ class LiveChecks:
     def judge(self, current: PreparedVersion, reports: Sequence[Report], owed_times: int) -> None:
         """Take note of what ranks found that compared all their parameters with the live version.
 
-        Where one differs, `on_failure` is called.
-
-        Args:
-            current: The version.
-            reports: One per rank.
-            owed_times: `owed_times` when they were asked: what was written since may lie where they
-                had looked by then.
+        `owed_times` is the count when they were asked: what was written since may lie where they
+        had already looked.
         """
         silent = [report for report in reports if report.holders is None]
         # Of a rank that tells none, as of older releases, only this server knows; and one that
@@ -215,3 +214,32 @@ class LiveChecks:
         logger.warning("the live parameters are compared later: %s", reason)
         self._metrics.count_live_check("cancelled")
         self._not_before = clock.monotonic() + _AGAIN_S
+
+
+#: After these nobody knows what the ranks do or hold, or whether the engine generates.
+_UNSURE = OUT_OF_REACH | {Reason.ENGINE_FENCED, Reason.FAULT}
+
+
+class QuarantinedLeases:
+    def __init__(self) -> None:
+        self._leases: list[SlotLease] = []
+
+    @staticmethod
+    def outcome_unknown(ranks: Ranks, error: BaseException) -> bool:
+        """Return whether nobody knows what the ranks do, after a call that failed so."""
+        loading = isinstance(error, LoadFailedError)
+        known = loading or (isinstance(error, WeightSyncError) and error.reason not in _UNSURE)
+        return not known or ranks.may_write
+
+    def release(self, lease: SlotLease, ranks: Ranks, error: BaseException) -> None:
+        """Release a lease of what was not made live: at once, or after the ranks' next answer."""
+        if self.outcome_unknown(ranks, error):
+            self._leases.append(lease)
+        else:
+            lease.release()
+
+    def answered(self) -> None:
+        """Take note that every rank has answered a call, and so is done with those before."""
+        leases, self._leases = self._leases, []
+        for lease in leases:
+            lease.release()

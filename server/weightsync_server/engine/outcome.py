@@ -1,34 +1,25 @@
-"""What an apply is made of: a prepared version, a pause, the plan of a cutover and its result.
-
-Every other module of this room may import this one; of them it names only what ranks report.
-"""
+"""What an apply is made of; every other module of this room may import this one."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.serving import ServingState
+from weightsync_server.engine.worker_reports import RankCommit, Report
+from weightsync_server.residency.slot import SlotLease
 
-if TYPE_CHECKING:
-    from weightsync.engine import PauseSpec
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.worker_reports import RankCommit, Report
-    from weightsync_server.residency.leases import SlotLease
-
-__all__ = ["Cause", "CutoverPlan", "CutoverResult", "Pause", "PreparedVersion"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PreparedVersion:
     """A version that every rank has mapped, matched and digested.
 
-    Attributes:
-        apply_id: Names it in worker RPCs.
-        record: The version.
-        lease: Keeps its segments.
-        reports: One per rank.
-        seconds: Time the slowest rank took.
+    `lease` keeps its segments; `seconds` is the time that the slowest rank took.
     """
 
     apply_id: str
@@ -39,7 +30,6 @@ class PreparedVersion:
 
     @property
     def digest(self) -> str:
-        """Content digest that every rank must prove."""
         return self.record.content_digest
 
     @property
@@ -48,11 +38,7 @@ class PreparedVersion:
         return sum(report.bytes for report in self.reports)
 
     def check(self) -> None:
-        """Refuse a version of which a rank holds other bytes; the server's own were proved.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT, naming rank and tensors.
-        """
+        """Refuse a version of which a rank holds other bytes; the server's own were proved."""
         for report in self.reports:
             if report.unlike:
                 raise WeightSyncError(
@@ -63,11 +49,7 @@ class PreparedVersion:
                 )
 
     def check_cache(self, spec: PauseSpec) -> None:
-        """Refuse to keep a cache that the version reads by other scales than it was written with.
-
-        Raises:
-            WeightSyncError: ENGINE_UNSUPPORTED, naming rank and remedy.
-        """
+        """Refuse to keep a cache that was written with other scales than the version reads by."""
         for report in self.reports:
             if report.reads_cache_otherwise and not spec.clear_cache:
                 raise WeightSyncError(
@@ -83,7 +65,7 @@ class PreparedVersion:
         return all(report.patched for report in self.reports)
 
     @property
-    def twin(self) -> bool:
+    def shadow(self) -> bool:
         """Whether it was loaded beside generation, and is exchanged with what is live."""
         return any(report.transform == "twin" for report in self.reports)
 
@@ -98,14 +80,11 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Cause:
+class ApplyCause:
     """Why an apply is made.
 
-    Attributes:
-        key: Idempotency key of the call; empty: it had none.
-        request: Digest of what was asked under that key.
-        rejects: The version that a rollback leaves and rejects; 0: it is no rollback.
-        reason: Why that version is rejected.
+    `request` is the digest of what was asked under the idempotency `key`, empty without one.
+    `rejects` is the version that a rollback rejects, 0 without one.
     """
 
     key: str = ""
@@ -116,20 +95,15 @@ class Cause:
 
 @dataclass(frozen=True)
 class CutoverPlan:
-    """One apply.
+    """One apply: every rank holds `base` and shall hold `target`.
 
-    Attributes:
-        target: What every rank shall hold.
-        base: What every rank holds.
-        spec: How to pause.
-        cause: Who asked.
-        for_host: Whether what becomes of it alone counts for every engine of this host.
+    `for_host`: the outcome of this plan alone counts for every engine of this host.
     """
 
     target: PreparedVersion
     base: PreparedVersion
     spec: PauseSpec
-    cause: Cause
+    cause: ApplyCause
     for_host: bool = False
 
 
@@ -147,7 +121,6 @@ class CutoverResult:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written, over all ranks."""
         return sum(rank.written_bytes for rank in self.ranks)
 
     @property
@@ -159,3 +132,19 @@ class CutoverResult:
     def compared_all(self) -> bool:
         """Whether every rank compared all that is live with what this server received."""
         return all(rank.compared_all for rank in self.ranks)
+
+
+async def reject(serving: ServingState, version: int, reason: str) -> bool:
+    """Reject a version that the engine left, so that "newest" does not go back to it.
+
+    Returns whether it is rejected, and raises nothing.
+    """
+    try:
+        await serving.reject(version, reason)
+    except WeightSyncError as error:
+        # It may never have been committed, and gone when another version took its place.
+        if error.reason is not Reason.VERSION_UNKNOWN:
+            # What the engine serves is not less true for it.
+            logger.critical("version %d could not be rejected: %s", version, error.message)
+        return False
+    return True

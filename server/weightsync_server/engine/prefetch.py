@@ -1,28 +1,21 @@
-"""Ranks that read a version while it still comes in: what they have read is not read again.
+"""Ranks that read a version while it still comes in, so that an apply after a push is sooner done.
 
-It shortens what lies between the last byte of a push and an apply. Nothing rests on it: a rank that
-has read nothing ahead reads all when the version is prepared, and what was read ahead is proved as
-all else is, by digests that begin afterwards.
+Nothing rests on it: a rank that has read nothing ahead reads all when the version is prepared, and
+what was read ahead is proved as all else is, by digests that begin afterwards.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from weightsync import clock
 from weightsync.engine import READ_AHEAD
 from weightsync.errors import WeightSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.session import EngineSession
-    from weightsync_server.residency.incoming import IncomingReader
-
-__all__ = ["Prefetcher"]
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.engine.session import EngineSession
+from weightsync_server.residency.incoming import IncomingReader
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +25,7 @@ _WAITS_S = 5.0
 
 
 class Prefetcher:
-    """Has the ranks read the version that came in last.
-
-    Args:
-        wake: Has `begin` called soon, by who has the engine for itself.
-    """
+    """Has the ranks read the version that came in last; `wake` has `begin` called soon."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -46,7 +35,6 @@ class Prefetcher:
         self._reading = False
 
     def note(self, arriving: IncomingReader) -> None:
-        """Take note that a version begins to come in."""
         self._coming = arriving
         self._wake()
 
@@ -63,7 +51,6 @@ class Prefetcher:
 
     @property
     def wanted(self) -> bool:
-        """Whether `begin` has something to do."""
         return self._coming is not None and self._coming.ended_at is None and not self._at_it
 
     def interrupted(self) -> None:
@@ -71,11 +58,9 @@ class Prefetcher:
         self._reading = False
 
     def forget(self) -> None:
-        """Take note that the ranks are others."""
         self._read, self._reading = None, False
 
     async def begin(self, session: EngineSession) -> None:
-        """Let the ranks read what comes in, if they can; returns as soon as they have begun."""
         coming = self._coming
         if coming is None or not self.wanted or not _able(session) or self._waits(session):
             return

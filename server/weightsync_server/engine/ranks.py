@@ -1,4 +1,4 @@
-"""The ranks of one engine: our worker methods, called over the executor's queues.
+"""The ranks of one engine: our worker methods, their status pages, and loads beside generation.
 
 A worker RPC blocks EngineCore's only thread, so everything long runs in a thread of the worker and
 reports on a status page; and an RPC is never cancelled, because its late replies would be read by
@@ -9,36 +9,65 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from weightsync import clock
+from weightsync.engine import Engine, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine.rank_loads import RankLoads
-from weightsync_server.engine.rank_pages import RankPages
+from weightsync.shm.segment_socket import SegmentServer
+from weightsync.shm.status_page import PAGE_BYTES, PageReader
 from weightsync_server.engine.refusals import refusal
 from weightsync_server.engine.worker_reports import (
+    NoPlan,
+    RankCommit,
+    RankLoad,
+    RankState,
+    Report,
     read_commit,
     read_common,
+    read_load,
     read_names,
     read_no_plan,
     read_report,
     read_state,
     shards_read,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-
-    from weightsync.engine import Engine, SwitchOrder
-    from weightsync.shm.segment_socket import SegmentServer
-    from weightsync_server.engine.worker_reports import NoPlan, RankCommit, RankState, Report
-    from weightsync_server.nodes import EngineNodes
-
-__all__ = ["QUICK_S", "Ranks"]
+from weightsync_server.nodes import EngineNodes
+from weightsync_server.ops.tasks import retrieve
 
 logger = logging.getLogger(__name__)
+
+
+class RankPages:
+    """Published until `close`; `ranks` are `dp/pp/tp` of each.
+
+    A rank finds its own page under `name`, a slash and its own name.
+    """
+
+    def __init__(self, ranks: Sequence[str], segments: SegmentServer) -> None:
+        self.name = f"page-{secrets.token_hex(8)}"
+        self._segments = segments
+        self._pages: dict[str, PageReader] = {}
+        try:
+            for rank in ranks:
+                page = self._pages[rank] = PageReader()
+                segments.publish(f"{self.name}/{rank}", os.dup(page.segment.fd), PAGE_BYTES)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self) -> list[dict[str, Any] | None]:
+        """Return what every rank has written last; None: nothing yet, or it is writing."""
+        return [page.read() for page in self._pages.values()]
+
+    def close(self) -> None:
+        for rank, page in self._pages.items():
+            self._segments.withdraw(f"{self.name}/{rank}")
+            page.close()
+
 
 _T = TypeVar("_T")
 
@@ -61,15 +90,8 @@ _STUCK = (
 class Ranks:
     """Calls worker methods on every rank and reads their status pages.
 
-    Args:
-        engine: The engine.
-        names: `dp/pp/tp` of each rank, in the order of replies.
-        segments: Publishes the status pages.
-        nodes: Stage for the ranks that are not on this host; None: all are.
-
-    Attributes:
-        names: As given.
-        loads: What they load beside generation.
+    `names` are `dp/pp/tp` of each rank, in the order of replies. `nodes` stage for the ranks that
+    are not on this host.
     """
 
     def __init__(
@@ -77,15 +99,16 @@ class Ranks:
         engine: Engine,
         names: Sequence[str],
         segments: SegmentServer,
-        nodes: EngineNodes | None = None,
+        nodes: EngineNodes,
     ) -> None:
         self.names = tuple(names)
         self._engine = engine
         self._pages = RankPages(self.names, segments)
         self._segments = segments
         self._nodes = nodes
-        self._changes = nodes.changes if nodes is not None else 0
-        self.loads = RankLoads(self.names, segments, partial(self._done, remedy=_STUCK))
+        self._changes = nodes.changes
+        # Apart from those of what else a rank does meanwhile; None: no version was loaded yet.
+        self._load_pages: RankPages | None = None
         self._outstanding: asyncio.Task[Any] | None = None
         self._asking = ""
 
@@ -100,42 +123,30 @@ class Ranks:
         return self.hung and self._asking not in _HARMLESS
 
     def close(self) -> None:
-        """Withdraw the pages."""
         self._pages.close()
-        self.loads.close()
+        if self._load_pages is not None:
+            self._load_pages.close()
 
     async def states(self, timeout_s: float) -> list[RankState]:
-        """Ask what every rank holds."""
         replies = await self._call("weightsync_state", {}, timeout_s)
         return [read_state(rank, reply) for rank, reply in zip(self.names, replies, strict=True)]
 
     async def stage(self, document: str, content_digest: str, timeout_s: float) -> None:
         """Return when every node of the engine has what a call in a pause will read.
 
-        Args:
-            document: Of the version.
-            content_digest: Of the version; "": what its document tells.
-            timeout_s: Longest wait, seconds.
-
-        Raises:
-            WeightSyncError: As `EngineNodes.have`.
+        An empty `content_digest` stands for the one that the document gives.
         """
-        if self._nodes is not None:
-            args = {"document": document, "content_digest": content_digest}
-            await self._nodes.have(args, timeout_s)
+        args = {"document": document, "content_digest": content_digest}
+        await self._nodes.have(args, timeout_s)
 
     async def capture(self, document: str, timeout_s: float) -> tuple[str, NoPlan | None]:
         """Build the load plan for a layout; the engine must be paused, and `stage` be done before.
 
         Returns the names of the tensors that no rank loads, for `prepare`, and why versions must be
         loaded, because a rank has no plan of the engine's checkpoint; None: each has one.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED with the rank's reason. SERVER_AWAY: a node has lost
-                what it had staged, and the pause does not wait for it.
+        SERVER_AWAY: a node has lost what it had staged, and the pause does not wait for it.
         """
-        if self._nodes is not None:
-            self._nodes.check_staged(document)
+        self._nodes.check_staged(document)
         args = {"document": document}
         replies = await self._done("weightsync_capture", args, timeout_s, _STUCK)
         why = read_no_plan(replies)
@@ -145,10 +156,8 @@ class Ranks:
         """Ask whether the model takes the tensors of a document, in whatever state the engine is.
 
         Returns the names, as `name_sets` packs them, of those that no rank has a place for.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED, naming those that a rank does not take, or (`whole`:
-                it has all tensors of a version) those that it needs besides.
+        ENGINE_REFUSED names those that a rank does not take, or (`whole`: it has all tensors of a
+        version) those that it needs besides.
         """
         args = {"document": document} | ({"whole": True} if whole else {})
         return read_common(await self._done("weightsync_check", args, QUICK_S, _STUCK), "unplaced")
@@ -169,18 +178,14 @@ class Ranks:
     ) -> list[Report]:
         """Map, match and digest a staged version on every rank while generation runs.
 
-        Args:
-            apply_id: Its name in later calls.
-            document: Segment that tells where it lies.
-            compare_live: Whether the live parameters are compared with it.
-            timeout_s: Longest wait, seconds.
-            proof_only: Whether ranks that hold it do not claim that: it is no version.
-            base: Apply id of what is live: where little differs from it, only that is prepared.
-            prefetched: What the version was called when it was read while it came in.
-            unloaded: From the capture of its layout; "": there was none.
-            content_digest: Of the version, which every rank must find; "": not told.
-            on_read: Called with n, time and again, when no rank reads the first n shards any more,
-                in the order of `Layout.largest_first`.
+        `document` names the segment that says where the version lies. With `proof_only` ranks that
+        hold it do not claim that: it is no version. `base` is the apply id of what is live: where
+        little differs from it, only that is prepared. `prefetched` is what the version was called
+        when it was read ahead, and `unloaded` is from the capture of its layout, "" without one.
+        Every rank must find `content_digest`, unless it is "".
+
+        `on_read` is called with n, time and again, when no rank reads the first n shards any more,
+        in the order of `Layout.largest_first`.
         """
         args = {
             "apply_id": apply_id,
@@ -195,16 +200,20 @@ class Ranks:
         }
         return await self._report("weightsync_prepare", args, timeout_s, on_read)
 
-    async def verify(self, apply_id: str, timeout_s: float) -> list[Report]:
-        """Compare live parameters with a prepared version while generation runs."""
+    async def verify(self, apply_id: str, timeout_s: float, *, quick: bool = False) -> list[Report]:
+        """Compare live parameters with a prepared version while generation runs.
+
+        With `quick`, the engine stands still, and a rank may compare digests only that it took when
+        it last compared them.
+        """
         # Should it take too long, whatever comes next ends it.
-        args = {"apply_id": apply_id, "page": self._page(), "gives_way": True}
+        args = {"apply_id": apply_id, "page": self._page(), "gives_way": True, "quick": quick}
         return await self._report("weightsync_verify", args, timeout_s)
 
     async def start_check(self, apply_id: str) -> str:
-        """Let every rank begin to compare as `verify` does; whatever they are asked next ends it.
+        """Let every rank begin to compare as `verify` does; returns the ticket for `reports`.
 
-        Returns the ticket for `reports`.
+        Whatever they are asked next ends it.
         """
         args = {"apply_id": apply_id, "page": self._page(), "gives_way": True}
         return await self._start("weightsync_verify", args, QUICK_S)
@@ -212,33 +221,21 @@ class Ranks:
     async def attach(
         self, apply_id: str, request: Mapping[str, Any], timeout_s: float
     ) -> list[Report]:
-        """Have every rank hand out its memory, or remember to whom it is handed out.
-
-        Args:
-            apply_id: Of what is live.
-            request: What is wanted; see `attachable`.
-            timeout_s: Longest wait, seconds.
-        """
+        """Have every rank hand out its memory, or remember to whom; see `attachments`."""
         args = {"apply_id": apply_id, "page": self._page(), "gives_way": True, **request}
         return await self._report("weightsync_attach", args, timeout_s)
 
     async def unprove(self, timeout_s: float) -> None:
-        """Have every rank take what is live for nothing proved: somebody else writes it now.
+        """Have every rank of a paused engine take what is live for nothing proved.
 
-        The engine must be paused.
-
-        Raises:
-            WeightSyncError: ENGINE_AWAY: a rank did not, with its reason.
+        Somebody else writes it now. ENGINE_AWAY: a rank did not, with its reason.
         """
         await self._done("weightsync_unprove", {}, timeout_s)
 
     async def digest(self, apply_id: str, name: str, timeout_s: float) -> list[RankCommit]:
         """Have every rank take what somebody else has written for whole; the engine is paused.
 
-        Args:
-            apply_id: Of a version that they have prepared.
-            name: What they call it, in place of a content digest.
-            timeout_s: Longest wait, seconds.
+        The ranks must have prepared the version of `apply_id`; `name` stands in for its digest.
         """
         args = {"apply_id": apply_id, "name": name, "parts": len(self.names) > 1}
         replies = await self._call("weightsync_digest", args, timeout_s)
@@ -247,11 +244,7 @@ class Ranks:
     async def start_prefetch(self, apply_id: str, document: str) -> None:
         """Let every rank read shards of a version as they come; what they are asked next ends it.
 
-        A prepare that names it waits for what all of it was just being found to change.
-
-        Args:
-            apply_id: What `prepare` names to have the rest read.
-            document: Segment that tells what has come.
+        A `prepare` that names `apply_id` waits for it and has the rest read.
         """
         args = {
             "apply_id": apply_id,
@@ -259,6 +252,26 @@ class Ranks:
             "page": self._page(),
         }
         await self._start("weightsync_ahead", args, QUICK_S)
+
+    async def start_load(self, group: str, document: str) -> str:
+        """Let every rank load a version beside generation; returns the ticket for `read_loads`.
+
+        The loaders of a `group` start and end together; `document` names the segment that says
+        where the version lies.
+        """
+        ticket = secrets.token_hex(8)
+        if self._load_pages is None:
+            self._load_pages = RankPages(self.names, self._segments)
+        args = {"group": group, "document": document, "page": self._load_pages.name}
+        args |= {"apply_id": f"load-{ticket}", "ticket": ticket}
+        await self._done("weightsync_load", args, QUICK_S, _STUCK)
+        return ticket
+
+    def read_loads(self, ticket: str) -> list[RankLoad]:
+        if self._load_pages is None:
+            return [RankLoad(rank) for rank in self.names]
+        pages = zip(self.names, self._load_pages.read(), strict=True)
+        return [read_load(rank, ticket, page) for rank, page in pages]
 
     async def commit(self, apply_id: str, version: int, timeout_s: float) -> list[RankCommit]:
         """Write and prove the parameters; the engine must be paused."""
@@ -274,15 +287,7 @@ class Ranks:
         return [read_commit(rank, order.apply_id, reply) for rank, reply in ranks], outcome.serves
 
     async def release(self, keep: Iterable[str], timeout_s: float) -> None:
-        """Let every rank drop what it prepared, but for the named applies; all stays mapped.
-
-        Args:
-            keep: Apply ids.
-            timeout_s: Longest wait, seconds.
-
-        Raises:
-            WeightSyncError: ENGINE_AWAY: a rank did not, with its reason.
-        """
+        """Let every rank drop what it prepared, but for the named applies; all stays mapped."""
         await self._done("weightsync_release", {"keep": list(keep)}, timeout_s)
 
     async def unmap(
@@ -291,12 +296,7 @@ class Ranks:
         """Release, and let every rank unmap segments that do not exist any more.
 
         Returns those that some rank still maps, by what every rank tells; None: one may map others,
-        or did not tell.
-
-        Args:
-            keep: Apply ids.
-            existing: Segments that still exist.
-            timeout_s: Longest wait, seconds.
+        or did not tell. `keep` are apply ids, `existing` the segments that still exist.
         """
         args = {"keep": list(keep), "segments": list(existing)}
         replies = await self._call("weightsync_release", args, timeout_s)
@@ -336,11 +336,7 @@ class Ranks:
     ) -> list[Report]:
         """Return what every rank writes on its page about the work of a ticket.
 
-        Args:
-            what: The work, for people.
-            ticket: From its start.
-            timeout_s: Longest wait, seconds.
-            on_read: See `prepare`.
+        `what` names the work in errors; see `prepare` for `on_read`.
         """
         deadline = clock.monotonic() + timeout_s
         reports: list[Report | None] = [None] * len(self.names)
@@ -352,8 +348,7 @@ class Ranks:
                     "prepare_timeout or look at vLLM's log",
                 )
             await asyncio.sleep(_POLL_S)
-            if self._nodes is not None:
-                self._nodes.check(self._changes)
+            self._nodes.check(self._changes)
             pages = self._pages.read()
             for index, page in enumerate(pages):
                 reports[index] = reports[index] or read_report(self.names[index], ticket, page)
@@ -364,7 +359,6 @@ class Ranks:
     async def _done(
         self, method: str, args: dict[str, Any], timeout_s: float, remedy: str = ""
     ) -> list[dict[str, Any]]:
-        """Return the replies when every rank has done its part, or raise what one refused."""
         replies = await self._call(method, args, timeout_s, remedy)
         for rank, reply in zip(self.names, replies, strict=True):
             _check(rank, reply)
@@ -373,8 +367,7 @@ class Ranks:
     async def _call(
         self, method: str, args: dict[str, Any], timeout_s: float, remedy: str = ""
     ) -> list[dict[str, Any]]:
-        if self._nodes is not None:
-            timeout_s -= await self._nodes.have(args, timeout_s)
+        timeout_s -= await self._nodes.have(args, timeout_s)
         replies = await self._asked(
             lambda: self._engine.call_workers(method, args), method, timeout_s, remedy
         )
@@ -382,7 +375,7 @@ class Ranks:
 
     def _page(self) -> str:
         """Return the name of the pages; those that a node's server took with it are made anew."""
-        if self._nodes is not None and self._changes != self._nodes.changes:
+        if self._changes != self._nodes.changes:
             self._changes = self._nodes.changes
             self._pages.close()
             self._pages = RankPages(self.names, self._segments)
@@ -399,8 +392,8 @@ class Ranks:
             )
         task = asyncio.ensure_future(call())
         self._outstanding, self._asking = task, what
-        # Its outcome may come when nobody waits any more.
-        task.add_done_callback(_swallow)
+        # Its outcome may come when nobody waits any more; the ranks are asked again then.
+        task.add_done_callback(retrieve)
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
             raise WeightSyncError(
@@ -434,9 +427,3 @@ def _own(rank: str, reply: Mapping[str, Any]) -> dict[str, Any]:
     if reply.get("rank") == rank:
         return dict(reply)
     return {"ok": False, "error": f"answered as rank {reply.get('rank')!r}"}
-
-
-def _swallow(task: asyncio.Task[Any]) -> None:
-    # The answer to a call that was given up: the ranks are asked again before anything else.
-    if not task.cancelled():
-        task.exception()

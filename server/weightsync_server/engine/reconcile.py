@@ -9,35 +9,62 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.segment_socket import OfferedFile
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.serving import EngineServing, ServingState
+from weightsync_server.catalog.table import VersionTable
+from weightsync_server.engine import idempotency
 from weightsync_server.engine.block_writers import still_writing, wait_let_go
+from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.file_offers import offered
-from weightsync_server.engine.rejection import reject
-from weightsync_server.engine.unfinished import overruled, unfinished, write_down
+from weightsync_server.engine.journal import HOST, Entry, Journal
+from weightsync_server.engine.live_check import QuarantinedLeases
+from weightsync_server.engine.outcome import PreparedVersion, reject
+from weightsync_server.engine.session import EngineSession
+from weightsync_server.engine.worker_reports import RankState
 from weightsync_server.ops.os_errors import translate_os_errors
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from weightsync.shm.segment_socket import OfferedFile
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.catalog.serving import EngineServing
-    from weightsync_server.engine.cutover import Cutover
-    from weightsync_server.engine.journal import Journal
-    from weightsync_server.engine.model_parts import ModelParts
-    from weightsync_server.engine.outcome import PreparedVersion
-    from weightsync_server.engine.quarantine import QuarantinedLeases
-    from weightsync_server.engine.session import EngineSession
-    from weightsync_server.engine.worker_reports import RankState
-    from weightsync_server.residency.leases import SlotLease
-
-__all__ = ["Reconciler"]
+from weightsync_server.residency.slot import SlotLease
 
 logger = logging.getLogger(__name__)
+
+
+def overruled(journal: Journal, table: VersionTable, proved: VersionRecord) -> bool:
+    """Tell whether other content than an engine holds was decided for all engines of this host."""
+    decided = table.find(journal.decided)
+    return decided is not None and decided.content_digest != proved.content_digest
+
+
+def _unfinished(journal: Journal, current: PreparedVersion) -> Entry | None:
+    """Return the apply that nobody saw the end of, if it made every rank hold this.
+
+    One of several engines together counts only if it was decided.
+    """
+    last = journal.last
+    if last is None or last.version != current.record.version:
+        return None
+    return last if last.event == ("COMMIT" if last.engine == HOST else "INTENT") else None
+
+
+async def write_down(journal: Journal, serving: ServingState, current: PreparedVersion) -> None:
+    """Write down what every rank holds, when that is not what the journal says already.
+
+    A caller that asked for `current` and has no answer yet gets one when it repeats its call.
+    """
+    intent = _unfinished(journal, current)
+    if intent is not None:
+        # A rollback that went on to its end without a server, or without its caller.
+        left, reason = intent.cause.rejects, intent.cause.reason
+        rejected = bool(left) and await reject(serving, left, reason)
+        answer = idempotency.pack_recovered(intent, current, rejected=rejected)
+        await journal.finish(intent, current, answer)
+    elif not journal.says_live(current.record.version):
+        await journal.found(current)
+
 
 #: What no next attempt changes, or nobody understands.
 _LASTING = (Reason.ENGINE_UNSUPPORTED, Reason.FAULT)
@@ -48,22 +75,14 @@ _LOAD_S = 600.0
 class Reconciler:
     """Brings one engine to one verified version.
 
-    Args:
-        session: The engine.
-        model: What this server knows.
-        served: What it serves, and served before.
-        journal: What was live before.
-        cutover: Writes versions into a paused engine.
-        prepare_timeout_s: Longest prepare, seconds.
-        violate: Called with the label of an invariant that is found violated.
-        quarantine: What the ranks may still read.
-        on_proving: Called when the engine generates before what it holds is proved.
-        joining: Taken before the engine serves: an apply of all engines has it as long as it lasts.
-        patient: Whether it goes on doing so when that cannot be proved now.
+    The ranks may still read what is in `quarantine`. `on_proving` is called when the engine
+    generates before what it holds is proved; with `patient` it goes on generating when that cannot
+    be proved now. `joining` of the session's context is taken before the engine serves; an apply of
+    all engines holds it to its end.
 
     Attributes:
-        watched: Whether a process has the memory of a rank, by the ranks' word, or may have that
-            of one which did not say.
+        watched: Whether a process has the memory of a rank, by the ranks' word, or may have that of
+            one which did not say.
         checkpoint: Signature of the tensors of the engine's own checkpoint, which is read whenever
             the engine has started anew; empty: it was not read.
     """
@@ -71,26 +90,19 @@ class Reconciler:
     def __init__(
         self,
         session: EngineSession,
-        model: ModelParts,
         served: EngineServing,
         journal: Journal,
         cutover: Cutover,
-        prepare_timeout_s: float,
-        violate: Callable[[str], None],
         quarantine: QuarantinedLeases,
         on_proving: Callable[[], None],
-        joining: asyncio.Lock,
         *,
         patient: bool,
     ) -> None:
-        self._session = session
-        self._model = model
+        self._session, self._context = session, session.context
+        self._model, self._joining = session.context.model, session.context.joining
         self._served = served
-        self._joining = joining
         self._journal = journal
         self._cutover = cutover
-        self._timeout_s = prepare_timeout_s
-        self._violate = violate
         self._quarantine = quarantine
         self._on_proving = on_proving
         self._patient = patient
@@ -101,9 +113,8 @@ class Reconciler:
     async def run(self) -> PreparedVersion:
         """Return what every rank is proved to hold; the engine generates on it.
 
-        Raises:
-            WeightSyncError: ENGINE_UNSUPPORTED: it stands still for good. Any other: it stands
-                still, with the reason, or cannot be asked now.
+        ENGINE_UNSUPPORTED: it stands still for good. Any other: it stands still, with the reason,
+        or cannot be asked now.
         """
         await failpoints.reach("apply.reconcile")
         health = await self._session.engine.health()
@@ -117,7 +128,7 @@ class Reconciler:
         _check_answers(states)
         await self._let_go(states)
         known = self._known_version(states)
-        if known is not None and not self._overruled(known):
+        if known is not None and not overruled(self._journal, self._model.table, known):
             self._count_unexpected(known)
             current = await self._prepare(known, compare_live=True)
             if _proved(current):
@@ -125,7 +136,7 @@ class Reconciler:
             current.lease.release()
             if health.state is EngineState.SERVING:
                 # Measured in the live parameters: every rank claims what it does not hold.
-                self._violate("never_mixed")
+                self._context.metrics.violate("never_mixed")
         try:
             with translate_os_errors("placing a version"):
                 return await self._place(states)
@@ -137,11 +148,7 @@ class Reconciler:
             raise
 
     async def _let_go(self, states: Sequence[RankState]) -> None:
-        """Refuse to place or prove what a trainer can still write, in a block that nobody ends.
-
-        Raises:
-            WeightSyncError: ENGINE_FENCED, naming it.
-        """
+        """Refuse to place or prove what a trainer can still write, in a block that nobody ends."""
         # Who does not answer may say it later: the next comparison asks again.
         self.watched = any(state.holders or not state.answered for state in states)
         if not still_writing(states):
@@ -175,13 +182,10 @@ class Reconciler:
                 "know of",
                 known.version,
             )
-            self._violate("crash_safe")
+            self._context.metrics.violate("crash_safe")
 
     def _wanted(self) -> int:
         return self._journal.decided or self._served.live or self._journal.live[0]
-
-    def _overruled(self, record: VersionRecord) -> bool:
-        return overruled(self._journal, self._model.table, record)
 
     @contextlib.asynccontextmanager
     async def _joined(self, current: PreparedVersion) -> AsyncIterator[None]:
@@ -189,12 +193,13 @@ class Reconciler:
         # Who decides meanwhile sees what it holds.
         await self._session.hold(current)
         async with self._joining:
-            if self._overruled(current.record):
+            if overruled(self._journal, self._model.table, current.record):
                 raise WeightSyncError(
                     Reason.ENGINE_AWAY,
                     "the engines of this host have gone on to another version; it is placed now",
                 )
             yield
+        logger.info("engine %s serves version %d", self._served.name, current.record.version)
 
     async def _prepare(self, record: VersionRecord, *, compare_live: bool) -> PreparedVersion:
         lease = await self._model.stager.stage(record.version, _LOAD_S)
@@ -212,7 +217,7 @@ class Reconciler:
                 lease,
                 compare_live=compare_live,
                 proof_only=proof_only,
-                timeout_s=self._timeout_s,
+                timeout_s=self._context.limits.prepare_timeout_s,
             )
         except WeightSyncError as error:
             if error.reason is Reason.ENGINE_REFUSED:
@@ -229,11 +234,7 @@ class Reconciler:
             health = await self._session.engine.health()
             if health.state is not EngineState.SERVING or health.reason:
                 await self._label(current)
-        self._log(current)
         return current
-
-    def _log(self, current: PreparedVersion) -> None:
-        logger.info("engine %s serves version %d", self._served.name, current.record.version)
 
     async def _place(self, states: Sequence[RankState]) -> PreparedVersion:
         if not _written(states) and not self._has_candidate():
@@ -253,13 +254,12 @@ class Reconciler:
                     await self._write(current)
                 await self._record(current)
                 await self._session.resume(current)
-        self._log(current)
         return current
 
     async def _clear_caches(self, stack: contextlib.AsyncExitStack) -> None:
         """Have a fenced engine forget what it computed by the weights that are overwritten.
 
-        A fence keeps its requests and caches, for it writes nothing; so does a lease that ran out.
+        A fence keeps requests and caches, for it writes nothing; so does a lease that ran out.
         """
         health = await self._session.engine.health()
         if health.state is EngineState.FENCED:
@@ -275,22 +275,18 @@ class Reconciler:
             raise
 
     def _has_candidate(self) -> bool:
-        return any(map(self._committed, self._candidates()))
+        return any(map(self._model.table.committed, self._candidates()))
 
     def _candidates(self) -> tuple[int, int]:
         return self._wanted(), self._served.rollback_to
 
     async def _begin(self) -> PreparedVersion:
         """Adopt what an engine started with; where that takes a load, it generates meanwhile."""
-        self._session.on_load = self._serve_unproved
-        try:
+        with self._session.awaiting_loads(self._serve_unproved):
             current = await self._as_loaded(await self._adopt())
-        finally:
-            self._session.on_load = None
         async with self._joined(current):
             await self._record(current)
             await self._label(current)
-        self._log(current)
         return current
 
     async def _label(self, current: PreparedVersion) -> None:
@@ -317,12 +313,11 @@ class Reconciler:
     async def _last_good(self, *, fresh: bool) -> PreparedVersion | None:
         """Prepare what was live, else what was live before it; None: neither can be had.
 
-        Args:
-            fresh: Whether the engine holds what it started with: then its load plan is proved
-                first, for what is written by a wrong plan is compared by a wrong plan.
+        If the engine holds what it started with (`fresh`), its load plan is proved first, as what a
+        wrong plan writes is also compared by that plan.
         """
         for version in self._candidates():
-            record = self._committed(version)
+            record = self._model.table.committed(version)
             if record is None:
                 continue
             if fresh and not self._session.plan_proved:
@@ -348,9 +343,6 @@ class Reconciler:
         """Compare the live parameters with the engine's own checkpoint, as its versions are made.
 
         Where what the loaders copied is not what is live, vLLM has computed something of it.
-
-        Raises:
-            WeightSyncError: ENGINE_UNSUPPORTED: they differ.
         """
         current = await self._prepare(checkpoint, compare_live=True)
         if not _proved(current) and self._session.load_versions(_names(current)):
@@ -364,11 +356,7 @@ class Reconciler:
         return current
 
     async def _prove_plan(self) -> None:
-        """Compare the live parameters with the engine's own checkpoint; nothing is kept of that.
-
-        Raises:
-            WeightSyncError: ENGINE_UNSUPPORTED: they differ, or vLLM has no checkpoint of files.
-        """
+        """Compare the live parameters with the engine's own checkpoint; nothing is kept of that."""
         async with (
             self._offered() as files,
             self._model.adoption.borrow(files) as lease,
@@ -384,7 +372,7 @@ class Reconciler:
         if not _proved(current):
             raise _not_copies(current)
         self._session.plan_proved = True
-        what = "a second load" if current.twin else "the load plan"
+        what = "a second load" if current.shadow else "the load plan"
         logger.info("%s is proved against the engine's checkpoint", what)
 
     async def _stand_still(
@@ -393,13 +381,6 @@ class Reconciler:
         health = await self._session.engine.health()
         if health.state is EngineState.SERVING:
             await stack.enter_async_context(self._session.paused(spec or PauseSpec()))
-
-    def _committed(self, version: int) -> VersionRecord | None:
-        try:
-            record = self._model.table.get(version) if version else None
-        except WeightSyncError:
-            return None
-        return record if record is not None and record.commit is not None else None
 
     async def _adopt(self) -> VersionRecord:
         async with self._offered() as files:
@@ -413,29 +394,19 @@ class Reconciler:
             self.checkpoint = await asyncio.to_thread(getattr, record.manifest.layout, "signature")
 
     def _offered(self) -> contextlib.AbstractAsyncContextManager[Sequence[OfferedFile]]:
-        """Give the files of the engine's checkpoint, closed after the block."""
         ask = self._session.engine.offer_checkpoint
-        return offered(self._session.segments, ask, "the engine's checkpoint")
+        return offered(self._context.segments, ask, "the engine's checkpoint")
 
     async def _record(self, current: PreparedVersion) -> None:
-        serving = self._model.serving
         if self._served.live != current.record.version:
             self._served.set_live(current.record.version)
-        intent = unfinished(self._journal, current)
-        rejected = False
-        if intent is not None and intent.cause.rejects:
-            # A rollback that went on to its end without a server.
-            cause = intent.cause
-            rejected = await reject(serving, cause.rejects, cause.reason)
-        await write_down(self._journal, current, rejected=rejected)
+        await write_down(self._journal, self._model.serving, current)
 
 
 def _written(states: Sequence[RankState], checkpoint: str = "") -> bool:
     """Whether a rank was written since it started, as far as the ranks know.
 
-    Args:
-        states: Of all ranks.
-        checkpoint: Content digest of what they started with; "": not known.
+    `checkpoint` is the content digest of what they started with, empty when not known.
     """
     return any(
         state.answered
@@ -463,14 +434,13 @@ def _proved(current: PreparedVersion) -> bool:
 
 
 def _names(current: PreparedVersion) -> str:
-    """Return the parameters that differ, the first ones."""
     names = sorted({name for report in current.reports for name in report.mismatched})
     return ", ".join(names[:10])
 
 
 def _not_copies(current: PreparedVersion) -> WeightSyncError:
     # A loader that does more than copy is found here: its parameters are not its tensors.
-    what = "what a second load makes" if current.twin else "plain copies"
+    what = "what a second load makes" if current.shadow else "plain copies"
     return WeightSyncError(
         Reason.ENGINE_UNSUPPORTED,
         f"the engine's live parameters are not {what} of its checkpoint ({_names(current)}); this "

@@ -1,27 +1,16 @@
-"""What a rank refused, as whoever asked for it is told: by name, and short enough for a status."""
+"""What a rank or a pause option is refused with: by name, and short enough for a status."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
+from google.protobuf import duration_pb2
+
+from weightsync.engine import BETWEEN_STEPS, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from weightsync_server.engine.worker_reports import Report
-
-__all__ = [
-    "OUT_OF_REACH",
-    "ContentRefusedError",
-    "asleep",
-    "check_ready",
-    "no_place",
-    "of_change",
-    "of_engine",
-    "refusal",
-]
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine.worker_reports import Report
 
 #: What tells that nothing reaches the engine, which does what nobody here knows.
 OUT_OF_REACH = frozenset({Reason.ENGINE_AWAY, Reason.ENGINE_OWNED})
@@ -36,12 +25,11 @@ class ContentRefusedError(WeightSyncError):
 
 
 def asleep() -> WeightSyncError:
-    """Return what is said of everything that needs weights which sleep mode holds."""
+    """Return the refusal of everything that needs weights which sleep mode holds."""
     return WeightSyncError(Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again")
 
 
 def of_engine(engine: str, error: WeightSyncError) -> WeightSyncError:
-    """Return a refusal with the name of the engine that it is of."""
     return WeightSyncError(
         error.reason,
         f"engine {engine}: {error.message}",
@@ -51,47 +39,45 @@ def of_engine(engine: str, error: WeightSyncError) -> WeightSyncError:
 
 
 def check_ready(reports: Iterable[Report]) -> None:
-    """Return if every rank has come to the end of what it was asked to prepare.
-
-    Raises:
-        WeightSyncError: As `refusal`, of the first that has not.
-    """
-    failed = [report for report in reports if report.phase != "ready"]
-    for report in failed:
-        error = refusal(
-            report.rank,
-            report.error,
-            lasting=report.refused,
-            names=report.names,
-            count=report.count,
-        )
+    """Raise the `refusal` of the first rank that has not prepared what it was asked to."""
+    if failed := [report for report in reports if report.phase != "ready"]:
         # Who needs a capture has not looked at it.
-        if all(one.refused for one in failed if one.phase == "failed"):
-            error = ContentRefusedError(error.reason, error.message, metadata=error.metadata)
-        raise error
+        looked = [one.refused for one in failed if one.phase == "failed"]
+        content = bool(looked) and all(looked)
+        raise refused(failed[0], ContentRefusedError if content else WeightSyncError)
+
+
+def refused(report: Report, kind: type[WeightSyncError]) -> WeightSyncError:
+    """Return the `refusal` of a rank that reports why it did not do what it was asked to."""
+    return refusal(
+        report.rank,
+        report.error,
+        lasting=report.refused,
+        names=report.names,
+        count=report.count,
+        kind=kind,
+    )
 
 
 def refusal(
-    rank: str, error: str, *, lasting: bool, names: Sequence[str] = (), count: int = 0
+    rank: str,
+    error: str,
+    *,
+    lasting: bool,
+    names: Sequence[str],
+    count: int,
+    kind: type[WeightSyncError] = WeightSyncError,
 ) -> WeightSyncError:
     """Return why a rank did not do what it was asked to, before it wrote anything.
 
-    The sentence has the first names, the metadata all that fit, as a JSON list in `tensors`.
-
-    Args:
-        rank: `dp/pp/tp`.
-        error: What it said.
-        lasting: Whether asking again is useless.
-        names: Tensors or parameters at fault that it named.
-        count: How many there are.
+    The sentence has the first names, the metadata all that fit, as a JSON list in `tensors`. With
+    `lasting` it is useless to ask again. The rank named `names`, of `count` in all.
     """
     if lasting:
         sentence = error + _listed(error, names, count)
         facts = {"tensors": _fitting(names)} if names else {}
-        return WeightSyncError(
-            Reason.ENGINE_REFUSED, f"rank {rank} refused: {sentence}", metadata=facts
-        )
-    return WeightSyncError(
+        return kind(Reason.ENGINE_REFUSED, f"rank {rank} refused: {sentence}", metadata=facts)
+    return kind(
         Reason.ENGINE_AWAY,
         f"rank {rank} failed: {error or 'no reason given'}; try again",
         retry_after_s=1.0,
@@ -99,7 +85,6 @@ def refusal(
 
 
 def no_place(names: Sequence[str]) -> WeightSyncError:
-    """Return why tensors that no rank has a place for are refused."""
     sentence = "leave out what the model has no place for"
     return WeightSyncError(
         Reason.ENGINE_REFUSED,
@@ -136,3 +121,60 @@ def _fitting(names: Sequence[str]) -> str:
     while len((text := json.dumps(kept, ensure_ascii=False)).encode()) > _MAX_BYTES:
         kept.pop()
     return text
+
+
+_MODES: Mapping[pb.PauseMode.ValueType, str] = {
+    pb.PAUSE_MODE_UNSPECIFIED: "keep",
+    pb.PAUSE_MODE_KEEP: "keep",
+    pb.PAUSE_MODE_WAIT: "wait",
+    pb.PAUSE_MODE_ABORT: "abort",
+    pb.PAUSE_MODE_BETWEEN_STEPS: BETWEEN_STEPS,
+}
+_MAX_WAIT_S = 3600.0
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    result = duration_pb2.Duration()
+    result.FromNanoseconds(round(seconds * 1e9))
+    return result
+
+
+def pause_spec(options: pb.PauseOptions) -> PauseSpec:
+    """Return what a request asks for, defaults filled in; REQUEST_INVALID names the field."""
+    mode, after = _MODES.get(options.mode), _MODES.get(options.after_wait)
+    if mode is None or after not in ("keep", "abort"):
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "pause.mode must be KEEP, WAIT, ABORT or BETWEEN_STEPS, pause.after_wait KEEP or ABORT",
+        )
+    cache_modes = (pb.CACHE_MODE_UNSPECIFIED, pb.CACHE_MODE_RECOMPUTE, pb.CACHE_MODE_KEEP)
+    if options.cache not in cache_modes:
+        raise WeightSyncError(Reason.REQUEST_INVALID, "pause.cache must be RECOMPUTE or KEEP")
+    if mode == BETWEEN_STEPS and options.cache == pb.CACHE_MODE_RECOMPUTE:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "pause.cache RECOMPUTE needs a pause; use KEEP with BETWEEN_STEPS, or mode KEEP",
+        )
+    keeps = options.cache == pb.CACHE_MODE_KEEP or mode == BETWEEN_STEPS
+    wait = options.wait_timeout.ToNanoseconds() / 1e9 if options.HasField("wait_timeout") else 30.0
+    if not 0 <= wait <= _MAX_WAIT_S:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, f"pause.wait_timeout must be 0 to {_MAX_WAIT_S:g} s"
+        )
+    return PauseSpec(
+        mode=mode,
+        clear_cache=not keeps,
+        wait_timeout_s=wait,
+        after_wait=after,
+    )
+
+
+def pause_options(spec: PauseSpec, mode: str = "") -> pb.PauseOptions:
+    """Return a spec as replies show it; `mode` is the one that was used in the end."""
+    modes = {name: mode for mode, name in _MODES.items() if mode}
+    return pb.PauseOptions(
+        mode=modes[mode or spec.mode],
+        cache=pb.CACHE_MODE_RECOMPUTE if spec.clear_cache else pb.CACHE_MODE_KEEP,
+        wait_timeout=duration(spec.wait_timeout_s),
+        after_wait=modes[spec.after_wait],
+    )

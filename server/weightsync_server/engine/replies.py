@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
+from weightsync.engine import PauseSpec
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine.pause_options import duration, pause_options
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from weightsync.engine import PauseSpec
-    from weightsync_server.catalog.serving import EngineServing
-    from weightsync_server.catalog.table import VersionTable
-    from weightsync_server.engine.journal_file import Entry
-    from weightsync_server.engine.outcome import CutoverResult, PreparedVersion
-    from weightsync_server.engine.version_loads import LoadScheduler
-
-__all__ = [
-    "applied",
-    "combined",
-    "current_ranks",
-    "engine_reports",
-    "loading_ranks",
-    "nothing_done",
-    "planned",
-    "proof",
-    "proofs",
-    "recovered",
-    "show_served",
-    "strategy",
-]
+from weightsync_server.engine.journal import Entry
+from weightsync_server.engine.outcome import CutoverPlan, CutoverResult, PreparedVersion
+from weightsync_server.engine.refusals import duration, pause_options
+from weightsync_server.engine.version_loads import LoadScheduler
 
 
 def strategy(target: PreparedVersion, *, patched: bool) -> pb.ApplyStrategy.ValueType:
-    """Return how parameters are written, as replies tell it.
-
-    Args:
-        target: What is written.
-        patched: Whether only what changes is.
-    """
-    if target.twin:
+    if target.shadow:
         return pb.APPLY_STRATEGY_TWIN
     return pb.APPLY_STRATEGY_PATCH if patched else pb.APPLY_STRATEGY_COPY
 
 
 def current_ranks(
-    current: PreparedVersion, loads: LoadScheduler | None = None
+    current: PreparedVersion | None, loads: LoadScheduler | None = None
 ) -> list[pb.RankResult]:
-    """Return what every rank was last proved to hold.
-
-    Args:
-        current: It.
-        loads: Has the ranks load versions; None: they do not, or that is not asked.
-    """
+    """Return what ranks hold, or how far they are that are not proved to hold anything yet."""
     loaders = loads.status() if loads is not None else {}
+    why = loads.no_plan.cause if loads is not None else ""
+    if current is None:
+        return [
+            pb.RankResult(
+                rank=rank, transform=pb.TRANSFORM_TWIN, transform_reason=why, loader=loader
+            )
+            for rank, loader in loaders.items()
+        ]
     return [
         pb.RankResult(
             rank=report.rank,
@@ -63,65 +39,22 @@ def current_ranks(
             device_room_bytes=report.device.room,
             device_used_bytes=report.device.used,
             transform=_transform(current),
-            transform_reason=loads.no_plan.cause if loads is not None else "",
+            transform_reason=why,
             loader=loaders.get(report.rank),
         )
         for report in current.reports
     ]
 
 
-def show_served(
-    status: pb.EngineStatus,
-    served: EngineServing,
-    table: VersionTable,
-    loads: LoadScheduler | None,
-) -> None:
-    """Add to a status what the engine serves, and what it would go back to.
-
-    Args:
-        status: Of the engine.
-        served: What it serves.
-        table: The versions of the model.
-        loads: Has its ranks load versions; None: they do not.
-    """
-    live, back = table.find(served.live), table.find(served.rollback_to)
-    if live is not None:
-        status.live_version, status.live_content_digest = live.version, live.content_digest
-    if back is not None:
-        status.rollback_version = back.version
-        status.rollback_resident = back.residency == pb.RESIDENCY_STAGED and (
-            loads is None or loads.resident(back.content_digest)
-        )
-
-
-def loading_ranks(loads: LoadScheduler) -> list[pb.RankResult]:
-    """Return how far every rank is that is not proved to hold anything yet.
-
-    Args:
-        loads: Has the ranks load the engine's own checkpoint.
-    """
-    return [
-        pb.RankResult(
-            rank=rank,
-            transform=pb.TRANSFORM_TWIN,
-            transform_reason=loads.no_plan.cause,
-            loader=loader,
-        )
-        for rank, loader in loads.status().items()
-    ]
-
-
-def applied(
-    target: PreparedVersion, previous: int, spec: PauseSpec, result: CutoverResult
-) -> pb.ApplyReport:
-    """Return the report of an apply that made `target` live."""
+def applied(plan: CutoverPlan, result: CutoverResult) -> pb.ApplyReport:
+    target = plan.target
     staged = {report.rank: report.device.sent for report in target.reports}
     return pb.ApplyReport(
         apply_id=target.apply_id,
         outcome=pb.APPLY_OUTCOME_APPLIED,
         version=target.record.version,
         content_digest=target.digest,
-        previous_version=previous,
+        previous_version=plan.base.record.version,
         phases=pb.PhaseDurations(
             prepare=duration(target.seconds),
             pause=duration(result.pause_s),
@@ -146,7 +79,7 @@ def applied(
             )
             for rank in result.ranks
         ],
-        pause=pause_options(spec, result.pause_mode),
+        pause=pause_options(plan.spec, result.pause_mode),
         durability=target.record.durability,
         strategy=strategy(target, patched=result.patched),
     )
@@ -166,7 +99,6 @@ def recovered(intent: Entry, current: PreparedVersion) -> pb.ApplyReport:
 
 
 def nothing_done(current: PreparedVersion, spec: PauseSpec) -> pb.ApplyReport:
-    """Return the report for a version that is live already."""
     return pb.ApplyReport(
         outcome=pb.APPLY_OUTCOME_ALREADY_LIVE,
         version=current.record.version,
@@ -178,16 +110,14 @@ def nothing_done(current: PreparedVersion, spec: PauseSpec) -> pb.ApplyReport:
     )
 
 
-def planned(
-    target: PreparedVersion, live: int, spec: PauseSpec, plan: pb.ApplyPlan
-) -> pb.ApplyReport:
-    """Return the report of a dry run."""
+def planned(plan: CutoverPlan, predicted: pb.ApplyPlan) -> pb.ApplyReport:
+    target = plan.target
     return pb.ApplyReport(
         apply_id=target.apply_id,
         outcome=pb.APPLY_OUTCOME_PLANNED,
         version=target.record.version,
         content_digest=target.digest,
-        previous_version=live,
+        previous_version=plan.base.record.version,
         phases=pb.PhaseDurations(prepare=duration(target.seconds)),
         ranks=[
             pb.RankResult(
@@ -195,14 +125,13 @@ def planned(
             )
             for report in target.reports
         ],
-        pause=pause_options(spec),
-        plan=plan,
+        pause=pause_options(plan.spec),
+        plan=predicted,
         durability=target.record.durability,
     )
 
 
 def proof(current: PreparedVersion) -> pb.VerifyVersionResponse:
-    """Return the answer to VerifyVersion from reports that compared live parameters."""
     ranks = []
     for report in current.reports:
         names = ", ".join(report.mismatched)
@@ -224,18 +153,12 @@ def proof(current: PreparedVersion) -> pb.VerifyVersionResponse:
 
 
 def _transform(version: PreparedVersion) -> pb.Transform.ValueType:
-    return pb.TRANSFORM_TWIN if version.twin else pb.TRANSFORM_PLAN
+    return pb.TRANSFORM_TWIN if version.shadow else pb.TRANSFORM_PLAN
 
 
 def engine_reports(
     reports: Mapping[str, pb.ApplyReport], absent: Mapping[str, str]
 ) -> list[pb.EngineReport]:
-    """Return what became of each engine, in the order of their names.
-
-    Args:
-        reports: Of those that took part.
-        absent: Why the others did not.
-    """
     return [
         pb.EngineReport(engine=name, report=reports.get(name), absent=absent.get(name, ""))
         for name in sorted([*reports, *absent])
@@ -270,12 +193,7 @@ def combined(reports: Mapping[str, pb.ApplyReport]) -> pb.ApplyReport:
 def proofs(
     found: Mapping[str, pb.VerifyVersionResponse], absent: Mapping[str, str]
 ) -> pb.VerifyVersionResponse:
-    """Return one proof for engines that were each asked for one.
-
-    Args:
-        found: Theirs.
-        absent: Why others were not asked.
-    """
+    """Return one proof for several engines; `absent` says why the others were not asked."""
     all_ = list(found.values())
     version = _common([one.version for one in all_])
     return pb.VerifyVersionResponse(
@@ -292,5 +210,4 @@ def proofs(
 
 
 def _common(values: Sequence[int]) -> int:
-    """Return the one value; 0: there are several."""
     return values[0] if len(set(values)) == 1 else 0

@@ -7,37 +7,34 @@ import contextlib
 import logging
 import secrets
 import time
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
-from weightsync.engine import FENCES_ON_EXPIRY, VERSION_LOADS, EngineState, OnExpiry, PauseSpec
+from weightsync.engine import (
+    FENCES_ON_EXPIRY,
+    VERSION_LOADS,
+    Engine,
+    EngineInfo,
+    EngineState,
+    OnExpiry,
+    OpenApply,
+    PauseSpec,
+)
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import TensorEntry
 from weightsync.model.name_sets import unpack
 from weightsync.shm.staged_version import StagedVersion
-from weightsync_server.engine.engine_calls import answered
+from weightsync_server.engine.engine_parts import EngineContext, LimitRenewal, answered
 from weightsync_server.engine.outcome import Pause, PreparedVersion
 from weightsync_server.engine.ranks import QUICK_S, Ranks
 from weightsync_server.engine.refusals import check_ready, no_place
-from weightsync_server.engine.serving_time import LimitRenewal, ServingTime
-from weightsync_server.engine.version_loads import LoadScheduler, Presence
-from weightsync_server.engine.worker_reports import NoPlan
-from weightsync_server.nodes.engine_nodes import EngineNodes
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
-    from weightsync.engine import Engine, EngineInfo, OpenApply
-    from weightsync.model.manifest import TensorEntry
-    from weightsync.shm.segment_socket import SegmentServer
-    from weightsync_server.engine.worker_reports import RankState, Report
-    from weightsync_server.nodes import NodeGroup
-    from weightsync_server.ops.metrics import LoaderMetrics
-    from weightsync_server.residency.digests import StagedDigests
-    from weightsync_server.residency.leases import SlotLease
-    from weightsync_server.residency.segments import SegmentAllocator
-    from weightsync_server.residency.stager import Stager
-
-__all__ = ["EngineSession"]
+from weightsync_server.engine.version_loads import EngineLiveness, LoadScheduler, OnStart
+from weightsync_server.engine.worker_reports import NoPlan, RankState, Report
+from weightsync_server.nodes import EngineNodes
+from weightsync_server.ops.tasks import cancel_tasks
+from weightsync_server.residency.slot import SlotLease
+from weightsync_server.residency.stager import StagedDigests
 
 logger = logging.getLogger(__name__)
 
@@ -47,57 +44,35 @@ _GRACE_S = 8.0
 _TRIES, _AGAIN_S = 3, 0.1
 
 
-@dataclass
 class EngineSession:
     """An engine that has said hello.
 
     Attributes:
-        engine: The engine.
-        info: What it said.
-        ranks: Its workers.
         lease_s: How long a pause lasts without renewal.
-        stager: Gives leases on versions that ranks load.
-        loaders: Where their loads are counted.
         loads: Has the ranks load versions; None: they write them by load plans.
         live: What every rank is proved to hold; None: not known.
-        in_place: Version and name of what a trainer has written over that; None: nothing.
+        in_place: Version and name of what a trainer has written over that.
         plan_proved: Whether the live parameters were compared with the engine's own checkpoint.
-        on_load: Awaited when the ranks have begun to load; None: nothing is.
-        tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
-            was there before, and have mapped nothing on other nodes since.
-        nodes: Servers of its other nodes; None: none may join.
-        serving_time: For how long it may serve without this server, and begin to.
+        tidy: Whether the ranks were last seen to map only what exists, nothing of a server that was
+            there before, and have mapped nothing on other nodes since.
     """
 
-    engine: Engine
-    info: EngineInfo
-    segments: SegmentServer
-    lease_s: float
-    stager: Stager
-    loaders: LoaderMetrics
-    ranks: Ranks = field(init=False)
-    loads: LoadScheduler | None = field(default=None, init=False)
-    live: PreparedVersion | None = None
-    in_place: tuple[int, str] | None = None
-    plan_proved: bool = False
-    on_load: Callable[[], Awaitable[None]] | None = None
-    tidy: bool = False
-    nodes: NodeGroup | None = None
-    serving_time: ServingTime = field(default_factory=ServingTime)
-    # The lease under which it stands still now; "": none of ours.
-    _lease_id: str = field(default="", init=False)
-    _renewal: asyncio.Task[None] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        """Publish the status pages, and say for how long the engine may serve."""
-        nodes = None
-        if self.nodes is not None:
-            nodes = EngineNodes(self.nodes, self.engine, self.info.nodes, self.info.ranks)
-        self.ranks = Ranks(self.engine, self.info.ranks, self.segments, nodes)
-        self._limit = LimitRenewal(self.engine, self.serving_time)
+    def __init__(self, engine: Engine, info: EngineInfo, context: EngineContext) -> None:
+        self.engine, self.info, self.context = engine, info, context
+        self.lease_s = context.limits.pause_lease_s
+        nodes = EngineNodes(context.nodes, engine, info.nodes, info.ranks)
+        self.ranks = Ranks(engine, info.ranks, context.segments, nodes)
+        self.loads: LoadScheduler | None = None
+        self.live: PreparedVersion | None = None
+        self.in_place: tuple[int, str] | None = None
+        self.plan_proved = self.tidy = False
+        self._on_load: OnStart | None = None
+        # The lease under which it stands still now; "": none of ours.
+        self._lease_id = ""
+        self._renewal: asyncio.Task[None] | None = None
+        self._limit = LimitRenewal(engine, context.serving_time)
 
     def close(self) -> None:
-        """Withdraw the status pages and let go of the live version's segments."""
         self._limit.stop()
         if self.loads is not None:
             self.loads.close()
@@ -105,6 +80,15 @@ class EngineSession:
         if self.live is not None:
             self.live.lease.release()
             self.live = None
+
+    @contextlib.contextmanager
+    def awaiting_loads(self, on_load: OnStart) -> Iterator[None]:
+        """Have `on_load` awaited when the ranks begin to load what is prepared meanwhile."""
+        self._on_load = on_load
+        try:
+            yield
+        finally:
+            self._on_load = None
 
     async def prepare(
         self,
@@ -120,71 +104,52 @@ class EngineSession:
     ) -> PreparedVersion:
         """Have every rank prepare a version; captures its load plan first where it is new.
 
-        Args:
-            lease: On the version.
-            compare_live: Whether the live parameters are compared with it.
-            timeout_s: Longest wait, seconds.
-            proof_only: Whether that comparison is all, and no rank claims to hold it.
-            patch: Whether the ranks may prepare to write only what differs from what is live.
-            prefetched: What the ranks call what they have read of it already; "": nothing.
-            digests: Begun for each shard as soon as no rank reads it any more; None: not here.
-            apply_id: What the ranks shall call it; "": anything.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED with names, when the model cannot take these tensors.
+        With `proof_only` the comparison with the live parameters is all, and no rank claims to hold
+        the version. With `patch` the ranks may prepare to write only what differs from what is
+        live. `prefetched` is what the ranks call what they have read of it already, "" for nothing.
+        `digests` are begun for each shard as soon as no rank reads it any more.
         """
+        start = time.perf_counter()
+        name = apply_id or secrets.token_hex(8)
+        ask = partial(
+            self.ranks.prepare,
+            name,
+            lease.staged_id,
+            compare_live=compare_live,
+            timeout_s=timeout_s,
+            proof_only=proof_only,
+            base=self.live.apply_id if patch and self.live else "",
+            prefetched=prefetched,
+            content_digest=lease.record.content_digest,
+        )
         try:
-            return await self._prepare(
-                apply_id or secrets.token_hex(8),
-                lease,
-                compare_live=compare_live,
-                timeout_s=timeout_s,
-                proof_only=proof_only,
-                base=self.live.apply_id if patch and self.live else "",
-                prefetched=prefetched,
-                digests=digests,
-            )
+            reports = await self._ready(lease, ask, timeout_s, digests)
         except BaseException as error:
             if isinstance(error, WeightSyncError) and error.reason is Reason.ENGINE_REFUSED:
                 logger.warning("version %d is not taken: %s", lease.record.version, error.message)
             # A rank may still be at work on it, and would refuse the next prepare.
             await self.release_prepared()
             raise
+        seconds = time.perf_counter() - start
+        return PreparedVersion(name, lease.record, lease, tuple(reports), seconds)
 
-    async def _prepare(
+    async def _ready(
         self,
-        apply_id: str,
         lease: SlotLease,
-        *,
-        compare_live: bool,
+        ask: Callable[..., Awaitable[list[Report]]],
         timeout_s: float,
-        proof_only: bool,
-        base: str,
-        prefetched: str,
         digests: StagedDigests | None,
-    ) -> PreparedVersion:
-        unloaded = ""
-        start = time.perf_counter()
-        deadline = start + timeout_s
+    ) -> list[Report]:
+        unloaded, deadline = "", time.perf_counter() + timeout_s
         for attempt in range(2):
             if self.loads is not None:
-                self.loads.on_start = self.on_load
-                await self.loads.ensure(lease.record, deadline - time.perf_counter())
+                left_s = deadline - time.perf_counter()
+                await self.loads.ensure(lease.record, left_s, self._on_load)
             if digests is not None:
                 # What was digested before the ranks read it proves nothing of what they read.
                 await digests.cancel()
-            reports = await self.ranks.prepare(
-                apply_id,
-                lease.staged_id,
-                compare_live=compare_live,
-                timeout_s=timeout_s,
-                proof_only=proof_only,
-                base=base,
-                prefetched=prefetched,
-                unloaded=unloaded,
-                content_digest=lease.record.content_digest,
-                on_read=digests.begin if digests is not None and self.loads is None else None,
-            )
+            on_read = digests.begin if digests is not None and self.loads is None else None
+            reports = await ask(unloaded=unloaded, on_read=on_read)
             if attempt or not (need := _need(reports)):
                 break
             if need == "needs_load" and self.loads is not None:
@@ -198,14 +163,12 @@ class EngineSession:
             digests.trust(frozenset(range(len(lease.segments))))
         elif digests is not None and not any(report.unlike for report in reports):
             digests.trust(frozenset.intersection(*(report.shards for report in reports)))
-        seconds = time.perf_counter() - start
-        return PreparedVersion(apply_id, lease.record, lease, tuple(reports), seconds)
+        return reports
 
     def load_versions(self, differing: str) -> bool:
         """Have versions loaded beside generation from now on, where that is possible.
 
-        Args:
-            differing: Parameters that are not what the load plan makes of the engine's checkpoint.
+        The parameters in `differing` are not what the load plan makes of the engine's checkpoint.
         """
         if self.loads is not None or VERSION_LOADS not in self.info.capabilities:
             return False
@@ -215,24 +178,24 @@ class EngineSession:
     def _load_versions(self, why: NoPlan) -> None:
         if why.cause:
             logger.info("versions of this engine are loaded beside generation: %s", why.cause)
-        self.loads = LoadScheduler(self.ranks, self.stager, self.loaders, why, self._look)
+        stager, metrics = self.context.model.stager, self.context.metrics.loaders
+        self.loads = LoadScheduler(self.ranks, stager, metrics, why, self._look)
 
     async def states(self) -> list[RankState]:
-        """Ask what every rank holds, and how its versions are made live."""
         states = await self.ranks.states(QUICK_S)
         if self.loads is None and any(state.transform == "twin" for state in states):
             self._load_versions(NoPlan(""))
         return states
 
-    async def _look(self) -> Presence:
+    async def _look(self) -> EngineLiveness:
         """Tell how this start of the engine is; one that does not answer may be there."""
         try:
             health = await self.engine.health()
         except WeightSyncError:
-            return Presence.HERE
+            return EngineLiveness.HERE
         if health.engine_id != self.info.engine_id or health.state is EngineState.DEAD:
-            return Presence.LEFT
-        return Presence.ASLEEP if health.sleeping else Presence.HERE
+            return EngineLiveness.LEFT
+        return EngineLiveness.ASLEEP if health.sleeping else EngineLiveness.HERE
 
     async def _capture(self, lease: SlotLease, timeout_s: float) -> str:
         document = lease.staged_id
@@ -261,19 +224,12 @@ class EngineSession:
             self._load_versions(why)
         return unloaded
 
-    async def takes(
-        self, tensors: Sequence[TensorEntry], allocator: SegmentAllocator, *, whole: bool = False
-    ) -> bool:
+    async def takes(self, tensors: Sequence[TensorEntry], *, whole: bool = False) -> bool:
         """Ask every rank whether its model takes tensors, whatever their bytes; returns True.
 
-        Args:
-            tensors: Some of a version.
-            allocator: Publishes what the ranks read them from.
-            whole: They are all of it.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED, naming those that it does not take, or needs.
+        With `whole` they are all of a version, and what it needs must be there.
         """
+        allocator = self.context.model.segments
         segment = await allocator.write(StagedVersion.without_bytes(tensors).to_segment)
         try:
             unplaced = await self.ranks.check(segment.id, whole=whole)
@@ -289,13 +245,9 @@ class EngineSession:
     ) -> AsyncIterator[Pause]:
         """Pause generation and keep the lease; the body resumes or fences before it ends.
 
-        Args:
-            spec: How to pause.
-            open_apply: An apply that others take part in: when the lease runs out the engine is
-                fenced and asks for its decision. None: it resumes on what every rank holds.
-
-        Raises:
-            WeightSyncError: ENGINE_UNSUPPORTED: nothing was paused, it could only resume.
+        `open_apply` is an apply that others take part in: when the lease runs out, the engine is
+        fenced and asks for its decision. Without it the engine resumes on what every rank holds.
+        ENGINE_UNSUPPORTED: nothing was paused, it could only resume.
         """
         if open_apply is not None:
             spec = self._fencing(spec, open_apply)
@@ -315,11 +267,7 @@ class EngineSession:
         return replace(spec, on_expiry=OnExpiry.FENCE, apply=open_apply)
 
     def check_fences(self) -> None:
-        """Refuse an engine that would resume when a pause runs out, whatever others do.
-
-        Raises:
-            WeightSyncError: ENGINE_UNSUPPORTED.
-        """
+        """Refuse an engine that would resume when a pause runs out, whatever others do."""
         if FENCES_ON_EXPIRY not in self.info.capabilities:
             raise WeightSyncError(
                 Reason.ENGINE_UNSUPPORTED,
@@ -328,12 +276,11 @@ class EngineSession:
             )
 
     def longest_pause_s(self, spec: PauseSpec) -> float:
-        """Return how long vLLM may take to stand still, in seconds."""
         return self._longest_s + (spec.wait_timeout_s if spec.mode == "wait" else 0)
 
     @staticmethod
     def longest_resume_s() -> float:
-        """Return how long all tries to resume may take, each with a look at the engine, in s."""
+        """Return how long all tries to resume may take, each with a look at the engine."""
         return 2 * _TRIES * QUICK_S
 
     async def _renew(self, lease_id: str) -> None:
@@ -346,23 +293,17 @@ class EngineSession:
     async def resume(self, current: PreparedVersion | None, tries: int = _TRIES) -> None:
         """Start generation on what every rank is proved to hold; it generates on return.
 
-        Args:
-            current: What they hold; None: what the engine started with.
-            tries: How often it is tried while the engine stands still under a lease.
-
-        Raises:
-            WeightSyncError: Of the last try: no resume was confirmed.
+        `current` None: what the engine started with. If this raises, no resume was confirmed.
         """
         record = current.record if current is not None else None
         version, digest = (record.version, current.digest) if record and current else (0, "")
-        if self.serving_time.permitted_s(record) is None:
+        serving_time = self.context.serving_time
+        if serving_time.permitted_s(record) is None:
             return await self.resume_on(version, digest, tries)
-        if self._renewal is not None:
-            # One that is under way would prolong the lease beyond the permission.
-            self._renewal.cancel()
-            await asyncio.wait({self._renewal})
+        # One that is under way would prolong the lease beyond the permission.
+        await cancel_tasks(self._renewal)
         before, time_s = self._lease_id, (self.lease_s, self._longest_s)
-        async with self.serving_time.leased(self.engine, before, record, *time_s) as lease_id:
+        async with serving_time.leased(self.engine, before, record, *time_s) as lease_id:
             self._lease_id = lease_id
             try:
                 return await self.resume_on(version, digest, tries)
@@ -373,9 +314,6 @@ class EngineSession:
         """Start generation on what every rank calls by a digest, or a name; see `resume`.
 
         An engine that generates with it already is told its version, and this digest.
-
-        Raises:
-            WeightSyncError: Of the last try: no resume was confirmed.
         """
         for _ in range(tries):
             await self._limit.renew()
@@ -397,7 +335,6 @@ class EngineSession:
         raise failure
 
     async def state(self) -> EngineState | None:
-        """Return what this start of the engine says that it does; None: it cannot be asked."""
         try:
             health = await self.engine.health()
         except WeightSyncError:
@@ -409,7 +346,6 @@ class EngineSession:
         return min(QUICK_S, self.lease_s + _GRACE_S)
 
     async def hold(self, prepared: PreparedVersion) -> None:
-        """Record what every rank holds, and let the ranks drop everything else."""
         if self.live is not None and self.live.lease is not prepared.lease:
             self.live.lease.release()
         self.live, self.in_place = prepared, None
@@ -419,12 +355,7 @@ class EngineSession:
         await self.release_prepared()
 
     async def unmap(self, existing: frozenset[str], prefetched: str = "") -> frozenset[str] | None:
-        """Let every rank unmap segments that do not exist any more; tells as `Ranks.unmap` does.
-
-        Args:
-            existing: Segments that still exist.
-            prefetched: What the ranks may be reading ahead, and go on with.
-        """
+        """As `Ranks.unmap`; ranks that read ahead what `prefetched` names go on with it."""
         keep = [prefetched, self.live.apply_id] if self.live else [prefetched]
         mapped = await self.ranks.unmap(keep, existing, QUICK_S)
         self.tidy = mapped is not None and mapped <= existing

@@ -1,45 +1,41 @@
-"""Keeps one engine connected, reconciled and watched, for as long as the server lives."""
+"""Keeps one engine connected, reconciled and watched, and what its ranks do beside generation."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from weightsync.engine import LAYOUT_CHECK, EngineState
+from weightsync import clock
+from weightsync.engine import LAYOUT_CHECK, Engine, EngineState
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine import replies
-from weightsync_server.engine.background import BackgroundWork
+from weightsync_server.catalog.layout_compatibility import add_suggestion
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.version_events import VersionChanged
 from weightsync_server.engine.condition import EngineCondition
 from weightsync_server.engine.cutover import Cutover
-from weightsync_server.engine.live_check import LiveChecks
-from weightsync_server.engine.nearest_names import add_suggestion
+from weightsync_server.engine.engine_parts import EngineContext
+from weightsync_server.engine.journal import Journal
+from weightsync_server.engine.live_check import LiveChecks, QuarantinedLeases
+from weightsync_server.engine.outcome import PreparedVersion
 from weightsync_server.engine.prefetch import Prefetcher
-from weightsync_server.engine.quarantine import QuarantinedLeases
-from weightsync_server.engine.reconcile import Reconciler
+from weightsync_server.engine.reconcile import Reconciler, overruled, write_down
 from weightsync_server.engine.refusals import OUT_OF_REACH, asleep
 from weightsync_server.engine.session import EngineSession
-from weightsync_server.engine.unfinished import overruled
+from weightsync_server.engine.version_loads import LoadScheduler
 from weightsync_server.ops.os_errors import translate_os_errors, write_fault
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from weightsync.engine import Engine
-    from weightsync.model.manifest import TensorEntry
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.host_parts import HostParts
-    from weightsync_server.engine.journal import Journal
-    from weightsync_server.engine.model_parts import ModelParts
-    from weightsync_server.engine.outcome import PreparedVersion
-    from weightsync_server.engine.together import Member
-    from weightsync_server.engine.version_loads import LoadScheduler
-
-__all__ = ["EngineSupervisor"]
+from weightsync_server.ops.tasks import cancel_tasks
+from weightsync_server.residency.incoming import IncomingReader
 
 logger = logging.getLogger(__name__)
+
+
+#: How long the disk is left alone after it refused a record, seconds.
+_REWRITE_S = 5.0
+
 
 #: How often the engine is asked how it is, and a failed reconciliation tried again, seconds.
 _HEALTH_S = 0.5
@@ -53,37 +49,25 @@ _CHECK_S = 10.0
 class EngineSupervisor:
     """Holds the session with one engine; nothing else talks to it while it reconciles.
 
-    Args:
-        engine: The engine.
-        model: What it serves.
-        host: What it shares with the other engines.
-        journal: What was live on it before.
-        on_change: Called when the engine begins or ends to serve one verified version.
-
-    Attributes:
-        served: What it serves, and served before.
-        journal: As given.
-        checks: Compares the live parameters as a whole.
-        prefetcher: Has the ranks read what comes in.
-        apply_id: Of the apply that has the engine; "": none does.
+    `apply_id` is of the apply that has the engine, "" when none does.
     """
 
     def __init__(
         self,
         engine: Engine,
-        model: ModelParts,
-        host: HostParts,
+        context: EngineContext,
         journal: Journal,
         on_change: Callable[[], None],
     ) -> None:
+        model = context.model
         self.journal = journal
         self.served = model.serving.engine(self.name)
         live, previous = journal.live
         self.served.restore_history(previous, live)
-        self._engine = engine
+        self.engine = engine
         self._model = model
-        self._host = host
-        self._shown = host.metrics.engine(self.name)
+        self.context = context
+        self._shown = context.metrics.engine(self.name)
         self._shown.track_loads(
             lambda: self.loads is not None and self.loads.up,
             lambda: self.loads.arena_bytes if self.loads is not None else 0,
@@ -91,41 +75,34 @@ class EngineSupervisor:
         self._condition = EngineCondition(self._shown, on_change)
         self._wake = asyncio.Event()
         self.checks = LiveChecks(
-            self.served, host.metrics, self._shown, self.suspect, self._wake.set
+            self.served, context.metrics, self._shown, self.suspect, self._wake.set
         )
         self.quarantine = QuarantinedLeases()
         self.prefetcher = Prefetcher(self._wake.set)
-        self._background = BackgroundWork(journal, model, self.checks, self.prefetcher)
         model.accepted.asks[self.name] = self.takes
-        model.table.on_change.append(self._version_changed)
-        if host.limits.read_ahead:
-            model.incoming.listeners.append(self.prefetcher.note)
+        model.table.events.on(VersionChanged, self._version_changed)
+        if context.limits.read_ahead:
+            model.events.on(IncomingReader, self.prefetcher.note)
         self._lock = asyncio.Lock()
         self._session: EngineSession | None = None
         self.apply_id = ""
         self._task: asyncio.Task[None] | None = None
+        self._write_at = 0.0
 
     def start(self) -> None:
-        """Begin to connect and to watch."""
         self._task = asyncio.create_task(self._run(), name="keeper")
 
     async def stop(self) -> None:
-        """Stop watching. The engine goes on with what it serves."""
+        """The engine goes on with what it serves."""
         # Who waits for a proof waits no longer.
         self._condition.set(pb.ENGINE_STATE_AWAY, "the server stops")
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        with contextlib.suppress(ValueError):
-            self._model.table.on_change.remove(self._version_changed)
-        with contextlib.suppress(ValueError):
-            self._model.incoming.listeners.remove(self.prefetcher.note)
+        await cancel_tasks(self._task)
+        self._model.table.events.off(VersionChanged, self._version_changed)
+        self._model.events.off(IncomingReader, self.prefetcher.note)
         self._model.accepted.asks.pop(self.name, None)
         self._forget()
 
     async def leave(self) -> None:
-        """Stop watching an engine that is gone for good, and show nothing of it any more."""
         async with self._lock:
             # An apply of it has failed by now, and no rank of it reads anything any more.
             await self.stop()
@@ -134,30 +111,24 @@ class EngineSupervisor:
         self._model.table.refused.left(self.name)
         self._model.segments.forget_engine(self.name)
         self._shown.remove()
-        await self.close()
-
-    async def close(self) -> None:
-        """Hang up, after `stop`."""
-        await self._engine.close()
+        await self.engine.close()
 
     async def generates(self) -> bool:
         """Whether the engine generates now, also where nobody can say yet with what."""
         return await self.answers() is EngineState.SERVING
 
     async def answers(self) -> EngineState | None:
-        """Return what the engine says that it does; None: it does not answer."""
         with contextlib.suppress(WeightSyncError):
-            return (await self._engine.health()).state
+            return (await self.engine.health()).state
         return None
 
     async def fence(self, reason: str) -> None:
         """Have the engine stand still until it is reconciled anew; one that is away may do so.
 
-        Raises:
-            WeightSyncError: It generates still.
+        When this raises, it generates still.
         """
         try:
-            await self._engine.fence(reason)
+            await self.engine.fence(reason)
         except WeightSyncError:
             if await self.generates():
                 raise
@@ -176,29 +147,33 @@ class EngineSupervisor:
 
     @property
     def name(self) -> str:
-        """Of the engine."""
         return self.journal.engine
 
     @property
     def serving(self) -> bool:
-        """Whether the engine generates on one verified version."""
         return self._condition.serving
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """What the engine said that it can do; nothing while it is away."""
+        """Nothing while the engine is away."""
         return self._session.info.capabilities if self._session is not None else frozenset()
 
     @property
     def loads(self) -> LoadScheduler | None:
-        """Has the ranks load versions; None: they do not, or the engine is away."""
         return self._session.loads if self._session else None
 
     def status(self) -> pb.EngineStatus:
-        """Return what GetStatus shows of the engine."""
-        status = self._condition.status(self._session.live if self._session else None, self.loads)
+        loads, table = self.loads, self._model.table
+        status = self._condition.status(self._session.live if self._session else None, loads)
         status.name, status.apply_id = self.name, self.apply_id
-        replies.show_served(status, self.served, self._model.table, self.loads)
+        live, back = table.find(self.served.live), table.find(self.served.rollback_to)
+        if live is not None:
+            status.live_version, status.live_content_digest = live.version, live.content_digest
+        if back is not None:
+            status.rollback_version = back.version
+            status.rollback_resident = back.residency == pb.RESIDENCY_STAGED and (
+                loads is None or loads.resident(back.content_digest)
+            )
         return status
 
     def suspect(self, reason: str) -> None:
@@ -207,40 +182,21 @@ class EngineSupervisor:
         self._wake.set()
 
     def show_in_place(self, version: int, ranks: Sequence[str]) -> None:
-        """Show that every rank serves what was written into its own memory."""
         self.served.set_live(version)
         self._shown.set_served(dict.fromkeys(ranks, version))
 
     def show(self, current: PreparedVersion, *, whole: bool) -> None:
-        """Show what every rank serves, and whether all was compared."""
         self._shown.set_served({r.rank: current.record.version for r in current.reports})
         if whole:
             self.checks.passed(current)
         else:
             self.checks.owe(current)
 
-    def cutover(self, session: EngineSession, together: Member | None = None) -> Cutover:
-        """Return what makes one version live in a session.
-
-        Args:
-            session: Of the engine.
-            together: What it waits for, where others do the same at once; None: nothing.
-        """
-        return Cutover(
-            session,
-            self.journal,
-            self._host.metrics,
-            self._shown,
-            self._host.limits.commit_timeout_s,
-            together,
-        )
+    def cutover(self, session: EngineSession) -> Cutover:
+        return Cutover(session, self.journal, self._shown)
 
     async def takes(self, tensors: Sequence[TensorEntry], *, whole: bool = False) -> bool:
-        """Ask every rank whether it takes tensors of a push; False: none can be asked now.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED, naming those that it does not take, with a suggestion.
-        """
+        """Ask every rank whether it takes tensors of a push; False: none can be asked now."""
         try:
             # One that never serves, as of another model, has no say in pushes for the others.
             return bool(self._condition.refused) or await self._asked(tensors, whole=whole)
@@ -257,7 +213,7 @@ class EngineSupervisor:
             session = self._session
             if session is None or not self.serving or LAYOUT_CHECK not in session.info.capabilities:
                 return False
-            return await session.takes(tensors, self._model.segments, whole=whole)
+            return await session.takes(tensors, whole=whole)
         except WeightSyncError as error:
             if error.reason is Reason.ENGINE_REFUSED:
                 raise
@@ -272,20 +228,13 @@ class EngineSupervisor:
     ) -> AsyncIterator[EngineSession]:
         """Give the session to one caller; nothing else is done with the engine meanwhile.
 
-        Args:
-            apply_id: Of the apply that it is wanted for; "": it is for none.
-            proof_s: Longest wait for the proof of an engine that generates already, seconds; 0: as
-                long as a prepare may take; None: it is not waited for.
-            only_asks: Whether nothing that the caller does changes what the ranks hold or whether
-                the engine generates, so that its failure says nothing of that.
-
-        Raises:
-            WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do;
-                DEADLINE_EXCEEDED: the proof takes longer.
+        `proof_s` is the longest wait for the proof of an engine that generates already; 0 waits as
+        long as a prepare may take, None not at all. With `only_asks` the caller changes neither
+        what the ranks hold nor whether the engine generates, so its failure says nothing of that.
         """
         # Told at once: a reconciliation may read a whole checkpoint.
         if self._condition.proving and proof_s is not None:
-            await self._proved_in_time(proof_s or self._host.limits.prepare_timeout_s)
+            await self._proved_in_time(proof_s or self.context.limits.prepare_timeout_s)
         if not self.serving:
             raise self._condition.unavailable(_RETRY_S)
         async with self._lock:
@@ -315,7 +264,6 @@ class EngineSupervisor:
                         self._wake.set()
 
     async def _proved_in_time(self, seconds: float) -> None:
-        """Return when no proof is under way."""
         try:
             async with asyncio.timeout(seconds):
                 while self._condition.proving:
@@ -331,7 +279,7 @@ class EngineSupervisor:
         session = self._session
         if session is None or self._condition.state != pb.ENGINE_STATE_SERVING:
             raise self._condition.unavailable(_RETRY_S)
-        health = await self._engine.health()
+        health = await self.engine.health()
         if health.sleeping:
             raise asleep()
         if health.engine_id != session.info.engine_id or health.state is not EngineState.SERVING:
@@ -349,11 +297,11 @@ class EngineSupervisor:
                 pause = self._failed(error)
                 if self._condition.refused:
                     with contextlib.suppress(WeightSyncError):
-                        await self._engine.fence(error.message)
+                        await self.engine.fence(error.message)
             except Exception:
                 logger.exception("the engine could not be reconciled")
                 with contextlib.suppress(WeightSyncError):
-                    await self._engine.fence("a fault in the server")
+                    await self.engine.fence("a fault in the server")
                 self._condition.set(
                     pb.ENGINE_STATE_FENCED, "a fault in the server; its log tells why"
                 )
@@ -365,14 +313,14 @@ class EngineSupervisor:
             self._wake.clear()
 
     async def _step(self) -> float:
-        health = await self._engine.health()
+        health = await self.engine.health()
         if health.state is EngineState.DEAD:
             raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or "the engine is dead")
         if self._condition.info is None or health.engine_id != self._condition.info.engine_id:
             await self._connect()
         elif self._condition.refused:
             if health.state is not EngineState.FENCED:
-                await self._engine.fence(self._condition.refused)
+                await self.engine.fence(self._condition.refused)
             return _HEALTH_S
         elif self._session is None:
             await self._connect()
@@ -384,19 +332,73 @@ class EngineSupervisor:
                 self.suspect("another version was decided for this host; it is placed")
                 return 0.0
             if self._session is not None:
-                await self._background.attend(self._session, sleeping=health.sleeping)
+                await self._use_ranks(self._session, sleeping=health.sleeping)
+                await self._write_down(self._session)
             return _HEALTH_S
         await self._reconcile()
         return _HEALTH_S
 
-    def _version_changed(self, record: VersionRecord) -> None:
+    async def _use_ranks(self, session: EngineSession, *, sleeping: bool) -> None:
+        # Beside a comparison a rank unmaps nothing.
+        if self.checks.running:
+            return
+        if not sleeping:
+            await self._occupy(session)
+        elif session.loads is not None:
+            session.loads.sleep()
+        # Retired segments count in the budget until every rank has unmapped them.
+        segments = self._model.segments
+        retired = segments.retired
+        if (retired or not session.tidy) and not self.checks.running:
+            existing = segments.exposed_to(self.journal.engine) - retired
+            mapped = await session.unmap(existing, self.prefetcher.name)
+            if mapped is not None:
+                segments.release(retired - mapped, self.journal.engine)
+
+    async def _write_down(self, session: EngineSession) -> None:
+        # What the disk refused when it became live is written as soon as the disk takes it.
+        live, now = session.live, clock.monotonic()
+        if live is None or now < self._write_at:
+            return
+        if not self.journal.says_live(live.record.version):
+            self._write_at = now + _REWRITE_S
+            await write_down(self.journal, self._model.serving, live)
+
+    async def _occupy(self, session: EngineSession) -> None:
+        if session.loads is not None:
+            self._load_newest(session, session.loads)
+        if session.live is not None:
+            self.checks.repeat(session.live)
+        await self.checks.begin(session)
+        if self.checks.running:
+            self.prefetcher.interrupted()
+        else:
+            await self.prefetcher.begin(session)
+
+    def _load_newest(self, session: EngineSession, loads: LoadScheduler) -> None:
+        """Let the ranks load the version that is likely to be applied next, if it is staged."""
+        live = session.live.record if session.live is not None else None
+        if live is not None and not loads.progress() and live.residency == pb.RESIDENCY_STAGED:
+            # Nothing is known of their loaders, as after a sleep: it takes time to start one.
+            loads.begin(live)
+            return
+        try:
+            newest = self._model.table.newest_applicable([self.journal.engine])
+        except WeightSyncError:
+            return
+        after = live is None or newest.order > live.order
+        if after and newest.residency == pb.RESIDENCY_STAGED:
+            loads.begin(newest)
+
+    def _version_changed(self, event: VersionChanged) -> None:
         """Load a version as soon as it is committed, not at the next look at the engine."""
+        record = event.record
         if self.loads is not None and record.commit is not None and self.loads.wants(record):
             self._wake.set()
 
     async def _connect(self) -> None:
         self._forget()
-        info = self._host.serving_time.check(self.name, await self._engine.hello())
+        info = self.context.serving_time.check(self.name, await self.engine.hello())
         self._condition.info, self._condition.loaded = info, info.model
         self._model.segments.engines.add(self.name)
         tests = info.vllm_version == "none"
@@ -405,16 +407,7 @@ class EngineSupervisor:
         logger.info("engine %s: connected to %s", self.name, what)
         if info.refusals:
             raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
-        self._session = EngineSession(
-            self._engine,
-            info,
-            self._host.segments,
-            self._host.limits.pause_lease_s,
-            self._model.stager,
-            self._host.metrics.loaders,
-            nodes=self._model.nodes,
-            serving_time=self._host.serving_time,
-        )
+        self._session = EngineSession(self.engine, info, self.context)
 
     async def _reconcile(self) -> None:
         if self._session is None:
@@ -423,15 +416,11 @@ class EngineSupervisor:
         self._condition.set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
         reconciler = Reconciler(
             self._session,
-            self._model,
             self.served,
             self.journal,
             self.cutover(self._session),
-            self._host.limits.prepare_timeout_s,
-            self._host.metrics.violate,
             self.quarantine,
             self._condition.begin_proof,
-            self._host.joining,
             patient=self._condition.proofs < _PROOFS,
         )
         with translate_os_errors("reconciling the engine"):

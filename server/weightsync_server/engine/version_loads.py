@@ -10,25 +10,20 @@ import asyncio
 import enum
 import logging
 import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from weightsync import clock
+from weightsync.backoff import backoff_s
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine.pause_options import duration
-from weightsync_server.engine.refusals import asleep, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.ranks import Ranks
-    from weightsync_server.engine.worker_reports import NoPlan, RankLoad
-    from weightsync_server.ops.metrics import LoaderMetrics
-    from weightsync_server.residency.stager import Stager
-
-__all__ = ["LoadFailedError", "LoadScheduler", "Presence"]
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.engine.ranks import Ranks
+from weightsync_server.engine.refusals import asleep, duration, refused
+from weightsync_server.engine.worker_reports import NoPlan, RankLoad
+from weightsync_server.ops.metrics import LoaderMetrics
+from weightsync_server.ops.tasks import retrieve
+from weightsync_server.residency.stager import Stager
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +35,8 @@ _LOOK_S = 1.0
 _STAGE_S = 600.0
 #: From a failed load to the next one, seconds: doubled each time.
 _AGAIN_S, _MOST_S = 1.0, 60.0
+#: What waits for the ranks to begin a load.
+OnStart = Callable[[], Awaitable[None]]
 #: A loader that can load is in one of these.
 _UP = (pb.LOADER_STATE_READY, pb.LOADER_STATE_PROVING, pb.LOADER_STATE_LOADING)
 
@@ -48,9 +45,7 @@ class LoadFailedError(WeightSyncError):
     """A load has failed, and its rank has told why: what the rank holds is as it was."""
 
 
-class Presence(enum.Enum):
-    """How the start of vLLM is whose ranks load."""
-
+class EngineLiveness(enum.Enum):
     HERE = enum.auto()
     #: It sleeps: its loaders have let go of all that they held.
     ASLEEP = enum.auto()
@@ -59,62 +54,23 @@ class Presence(enum.Enum):
 
 @dataclass
 class _Load:
-    """One load.
-
-    Attributes:
-        record: What is loaded.
-        task: Ends with it.
-        ticket: The ranks' name for it; "": they were not asked yet.
-    """
+    """One load; `ticket` is the ranks' name for it, empty until they are asked."""
 
     record: VersionRecord
+    when_started: OnStart | None
     task: asyncio.Task[None] = field(init=False)
     ticket: str = ""
 
 
-class _Group:
-    """Where the loaders of an engine meet when they start.
-
-    One of them alone could not be replaced, and where some have met before, others do not.
-    """
-
-    def __init__(self) -> None:
-        self._name, self._met = secrets.token_hex(16), False
-
-    def meet(self) -> str:
-        """Return its name, for loaders that are there or start."""
-        self._met = True
-        return self._name
-
-    def part(self) -> None:
-        """Have the loaders that start next meet at another place."""
-        if self._met:
-            self._name, self._met = secrets.token_hex(16), False
-
-
 @dataclass
 class _Failures:
-    """Failures in a row: how many, the last one's sentence, and when the next try may begin."""
-
     count: int = 0
     error: str = ""
     not_before: float = 0.0
 
 
 class LoadScheduler:
-    """Has the ranks load one version at a time.
-
-    Args:
-        ranks: Of the engine.
-        stager: Gives leases on what they read.
-        metrics: Where loads are counted.
-        no_plan: Why its versions must be loaded, as a rank says it.
-        look: Tells how this start of vLLM is.
-
-    Attributes:
-        no_plan: As given.
-        on_start: Awaited when the ranks have begun to load; None: nothing is.
-    """
+    """Has the ranks load one version at a time; `no_plan` is why, as a rank puts it."""
 
     def __init__(
         self,
@@ -122,15 +78,14 @@ class LoadScheduler:
         stager: Stager,
         metrics: LoaderMetrics,
         no_plan: NoPlan,
-        look: Callable[[], Awaitable[Presence]],
+        look: Callable[[], Awaitable[EngineLiveness]],
     ) -> None:
         self.no_plan = no_plan
-        self.on_start: Callable[[], Awaitable[None]] | None = None
         self._look = look
         self._ranks = ranks
         self._stager = stager
         self._metrics = metrics
-        self._group = _Group()
+        self._part()
         #: How often vLLM was seen to sleep.
         self._sleeps = 0
         self._counted_restarts = 0
@@ -147,19 +102,16 @@ class LoadScheduler:
 
     @property
     def running(self) -> bool:
-        """Whether the ranks load."""
         return self._load is not None and not self._load.task.done()
 
     @property
     def version(self) -> int:
-        """The version that is or was loaded last; 0: none."""
         return self._load.record.version if self._load is not None else 0
 
     def progress(self) -> Sequence[RankLoad]:
-        """Return how far every rank is with what it loads, or has loaded last."""
         if not self.running or self._load is None or not self._load.ticket:
             return self._last
-        now, before = self._ranks.loads.read(self._load.ticket), {x.rank: x for x in self._last}
+        now, before = self._ranks.read_loads(self._load.ticket), {x.rank: x for x in self._last}
         # What a rank does not tell before its load has ended is as it was.
         return [_known(load, before.get(load.rank, load)) for load in now]
 
@@ -175,11 +127,9 @@ class LoadScheduler:
 
     @property
     def arena_bytes(self) -> int:
-        """Memory that holds what was loaded, over all ranks."""
         return sum(load.arena_bytes for load in self.progress())
 
     def status(self) -> dict[str, pb.LoaderStatus]:
-        """Return what GetStatus shows of every rank's loader, by the rank."""
         return {load.rank: self._status(load) for load in self.progress()}
 
     def _status(self, load: RankLoad) -> pb.LoaderStatus:
@@ -205,7 +155,6 @@ class LoadScheduler:
         return content_digest in self._resident
 
     def close(self) -> None:
-        """Wait for nothing any more."""
         if self._load is not None:
             self._load.task.cancel()
 
@@ -216,9 +165,16 @@ class LoadScheduler:
     def sleep(self) -> None:
         """Take note that vLLM sleeps, with which its loaders have ended."""
         self.forget()
-        self._group.part()
+        self._part()
         self._sleeps += 1
         self._last = []
+
+    def _part(self) -> None:
+        """Have the loaders that start next meet at another place.
+
+        One of them alone could not be replaced, and where some have met before, others do not.
+        """
+        self._group = secrets.token_hex(16)
 
     def begin(self, record: VersionRecord) -> None:
         """Let the ranks load a version soon, unless they do, or need not."""
@@ -233,24 +189,29 @@ class LoadScheduler:
         """Tell whether a version is none that was loaded last, or refused."""
         return record.content_digest not in (self._loaded, self._refused)
 
-    async def ensure(self, record: VersionRecord, timeout_s: float) -> None:
-        """Return when every rank has loaded a version.
+    async def ensure(
+        self, record: VersionRecord, timeout_s: float, on_start: OnStart | None = None
+    ) -> None:
+        """Return when every rank has loaded a version; DEADLINE_EXCEEDED: the load goes on.
 
-        Args:
-            record: It.
-            timeout_s: Longest wait, seconds.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED with names: the model cannot take it. ENGINE_AWAY: it
-                failed; try again. DEADLINE_EXCEEDED: the load goes on.
+        `on_start` is awaited when the ranks have begun, unless they had before this was called.
         """
         if not self.running and self._loaded == record.content_digest:
             return
         deadline = clock.monotonic() + timeout_s
         while self.running and self._load is not None and self._load.record is not record:
             await self._wait(self._load, deadline)
-        load = self._load if self.running and self._load is not None else self._start(record)
-        await self._wait(load, deadline)
+        if self.running and self._load is not None:
+            load = self._load
+            load.when_started = on_start
+        else:
+            load = self._start(record, on_start)
+        try:
+            await self._wait(load, deadline)
+        finally:
+            # Another one may wait as well.
+            if load.when_started is on_start:
+                load.when_started = None
         load.task.result()
 
     async def _wait(self, load: _Load, deadline: float) -> None:
@@ -259,7 +220,6 @@ class LoadScheduler:
             raise self.late()
 
     def late(self) -> WeightSyncError:
-        """Return what is said to who waited for a load in vain; it goes on."""
         order = sorted(self.progress(), key=lambda rank: (rank.report is not None, rank.percent))
         where = [f" (rank {x.rank}: {x.phase}, {x.percent} %)" for x in order[:1]]
         return WeightSyncError(
@@ -269,10 +229,11 @@ class LoadScheduler:
             retry_after_s=1.0,
         )
 
-    def _start(self, record: VersionRecord) -> _Load:
-        self._load = load = _Load(record)
+    def _start(self, record: VersionRecord, on_start: OnStart | None = None) -> _Load:
+        self._load = load = _Load(record, on_start)
         load.task = asyncio.create_task(self._run(load), name=f"load of version {record.version}")
-        load.task.add_done_callback(_retrieve)
+        # Nobody may be there to look at its outcome.
+        load.task.add_done_callback(retrieve)
         return load
 
     async def _run(self, load: _Load) -> None:
@@ -282,11 +243,11 @@ class LoadScheduler:
         with lease:
             try:
                 load.ticket = await self._started(lease.staged_id)
-                if self.on_start is not None:
-                    await self.on_start()
+                if load.when_started is not None:
+                    await load.when_started()
                 await self._ended(load.ticket)
             except WeightSyncError as error:
-                if await self._look() is Presence.ASLEEP:
+                if await self._look() is EngineLiveness.ASLEEP:
                     self.sleep()
                     raise asleep() from error
                 self._failed(error)
@@ -296,7 +257,7 @@ class LoadScheduler:
             if not all(rank.cached for rank in self._last):
                 # What they read may have been damaged before they did.
                 await self._stager.verify(lease)
-        if sleeps != self._sleeps or await self._look() is Presence.ASLEEP:
+        if sleeps != self._sleeps or await self._look() is EngineLiveness.ASLEEP:
             self.sleep()
             raise asleep()
         self._failures, self._proved = _Failures(), True
@@ -305,13 +266,13 @@ class LoadScheduler:
 
     async def _started(self, document: str) -> str:
         try:
-            return await self._ranks.loads.start(self._group.meet(), document)
+            return await self._ranks.start_load(self._group, document)
         except WeightSyncError as error:
             if error.reason is not Reason.ENGINE_AWAY:
                 raise
             # VLLM may have slept unseen, and with it the group has ended.
-            self._group.part()
-            return await self._ranks.loads.start(self._group.meet(), document)
+            self._part()
+            return await self._ranks.start_load(self._group, document)
 
     async def _ended(self, ticket: str) -> None:
         looked = clock.monotonic()
@@ -319,24 +280,12 @@ class LoadScheduler:
             await asyncio.sleep(_POLL_S)
             if clock.monotonic() - looked >= _LOOK_S:
                 looked = clock.monotonic()
-                if await self._look() is Presence.LEFT:
+                if await self._look() is EngineLiveness.LEFT:
                     raise WeightSyncError(Reason.ENGINE_AWAY, "vLLM left in the middle of a load")
-            loads = self._ranks.loads.read(ticket)
+            loads = self._ranks.read_loads(ticket)
             failed = next((x.report for x in loads if x.report and x.report.phase != "ready"), None)
             if failed is not None:
-                why = refusal(
-                    failed.rank,
-                    failed.error,
-                    lasting=failed.refused,
-                    names=failed.names,
-                    count=failed.count,
-                )
-                raise LoadFailedError(
-                    why.reason,
-                    why.message,
-                    metadata=why.metadata,
-                    retry_after_s=why.retry_after_s,
-                )
+                raise refused(failed, LoadFailedError)
             if all(load.report is not None for load in loads):
                 restarts = sum(load.restarts for load in loads)
                 more = max(0, restarts - self._counted_restarts)
@@ -345,10 +294,10 @@ class LoadScheduler:
                 return
 
     def _failed(self, error: WeightSyncError) -> None:
-        self._group.part()
+        self._part()
         self._failures.count += 1
         self._failures.error, self._resident = error.message, frozenset()
-        wait_s = min(_MOST_S, _AGAIN_S * 2 ** (self._failures.count - 1))
+        wait_s = backoff_s(self._failures.count, _AGAIN_S, _MOST_S)
         self._failures.not_before = clock.monotonic() + wait_s
         logger.warning("a version could not be loaded: %s", error.message)
 
@@ -359,9 +308,3 @@ def _known(load: RankLoad, before: RankLoad) -> RankLoad:
     return replace(
         load, seconds=before.seconds, arena_bytes=before.arena_bytes, restarts=before.restarts
     )
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    # Nobody may be there to look at its outcome.
-    if not task.cancelled():
-        task.exception()

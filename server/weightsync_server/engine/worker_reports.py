@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.name_sets import common
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-__all__ = [
-    "DeviceUse",
-    "NoPlan",
-    "RankCommit",
-    "RankLoad",
-    "RankState",
-    "Report",
-    "read_commit",
-    "read_common",
-    "read_load",
-    "read_names",
-    "read_no_plan",
-    "read_report",
-    "read_state",
-    "shards_read",
-]
-
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What a rank has on its device, in bytes.
+    """What a rank has on its device, in bytes: of `room` to stage versions it has taken `used`.
 
-    Attributes:
-        room: What it may take to stage versions.
-        used: What it has taken.
-        sent: What was sent there for one version.
+    `sent` is what was sent there for one version.
     """
 
     room: int = 0
@@ -54,23 +32,17 @@ class Report:
     """What a rank wrote on its page at the end of a prepare or verify.
 
     Attributes:
-        rank: `dp/pp/tp`.
         phase: `ready`, `failed`, `needs_capture` or `needs_load`.
-        error: One sentence when it failed.
         refused: Whether the model cannot take these tensors, now or ever.
-        names: Those at fault, at most 10.
-        count: How many are at fault.
-        bytes: Bytes that a commit would write.
-        patched: Whether those are only what changes.
+        names: Those at fault, at most 10, of `count`.
+        bytes: Bytes that a commit would write; with `patched`, only of what changes.
         proved: Whether the live parameters hold the version; None: not compared.
         mismatched: Names of tensors that differ, at most 10.
-        seconds: How long it took.
-        device: What it told about its device.
-        shards: Those that lie in its device's memory, whole and as the manifest tells.
-        unlike: Names of tensors that lie there and are not as it tells, at most 10.
+        shards: Those that lie in its device's memory, whole and as the manifest has them.
+        unlike: Names of tensors that lie there and are not as the manifest has them, at most 10.
         transform: What the version went through, `plan` or `twin`.
         reads_cache_otherwise: Whether it reads a quantised cache by other scales than what is live.
-        holders: Processes that have the memory, by the rank's word; None: it tells none.
+        holders: Processes that have the memory, by the rank's word; None: it names none.
     """
 
     rank: str
@@ -156,13 +128,10 @@ class RankLoad:
     """How far a rank is with loading a version beside generation.
 
     Attributes:
-        rank: `dp/pp/tp`.
-        phase: `starting`, `capturing`, `loading`, `ready` or `failed`.
-        percent: Of that phase.
+        phase: `starting`, `capturing`, `loading`, `ready` or `failed`; `percent` is of it.
         report: What it ended with; None: it has not ended.
         cached: Whether it had it from before, when it was live, and loaded nothing.
         holds: Content digests of what lies in its live weights and beside them.
-        seconds: How long the load took.
         arena_bytes: Memory that holds what was loaded.
         restarts: How often its loader had to be started again.
     """
@@ -179,21 +148,14 @@ class RankLoad:
 
 
 def read_names(reply: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of those at fault."""
     return tuple(map(str, reply.get("names", ())))
 
 
 def read_common(replies: Sequence[Mapping[str, Any]], field: str) -> str:
-    """Return the tensor names that every rank names, as `name_sets` packs them; "": one names none.
+    """Return the names that every rank names, as `name_sets` packs them; "": one names none.
 
-    A rank knows only its own part of the model: what one does not load another one may.
-
-    Args:
-        replies: Of all ranks.
-        field: Where each names some.
-
-    Raises:
-        WeightSyncError: FAULT: the ranks do not speak of the same tensors.
+    A rank knows only its own part of the model: what one does not load another one may. FAULT: the
+    ranks do not speak of the same tensors.
     """
     texts = [str(reply.get(field, "")) for reply in replies]
     if not all(texts):
@@ -206,7 +168,7 @@ def read_common(replies: Sequence[Mapping[str, Any]], field: str) -> str:
 
 
 def read_no_plan(replies: Iterable[Mapping[str, Any]]) -> NoPlan | None:
-    """Return why a capture has made no plan of the engine's checkpoint; None: each rank has one."""
+    """Return why a capture has made no plan of the checkpoint; None: each rank has one."""
     for reply in replies:
         if reply.get("transform") == "twin":
             return NoPlan(str(reply.get("why")), str(reply.get("remedy", "")))
@@ -239,7 +201,6 @@ def read_report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report |
 
 
 def read_state(rank: str, reply: Mapping[str, Any]) -> RankState:
-    """Return what a rank tells that it holds, and who has that."""
     if not reply.get("ok"):
         return RankState(rank, "", dirty=True, answered=False)
     return RankState(
@@ -257,7 +218,6 @@ def read_state(rank: str, reply: Mapping[str, Any]) -> RankState:
 
 
 def read_load(rank: str, ticket: str, page: dict[str, Any] | None) -> RankLoad:
-    """Return what a rank tells of the load of a ticket."""
     if page is None or page.get("ticket") != ticket:
         return RankLoad(rank)
     report = read_report(rank, ticket, page)
@@ -279,8 +239,7 @@ def read_load(rank: str, ticket: str, page: dict[str, Any] | None) -> RankLoad:
 def shards_read(ticket: str, page: dict[str, Any] | None) -> int:
     """Return of how many of the first shards a rank will read nothing any more.
 
-    One that is ready has read all that it prepares from; where it has proved shards by itself, the
-    others are digested when it is known which. Who tells no number may read everything.
+    Who tells no number may read everything.
     """
     if page is None or page.get("ticket") != ticket:
         return 0
@@ -298,7 +257,6 @@ def _device(reply: dict[str, Any]) -> DeviceUse:
 
 
 def read_commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
-    """Return what a rank answered to the commit of an apply; any other answer is an error."""
     error = str(reply.get("error", ""))
     if reply.get("apply_id") != apply_id:
         # A reply to another call must never pass for an acknowledgement (vllm#49972).

@@ -1,84 +1,119 @@
-"""What a member must know after a crash, before it has asked anybody."""
+"""What a member knows after a crash: whether its host may serve, and how far its fleet had come."""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+import asyncio
+from pathlib import Path
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.fleet.fleet_history import History, Seen
 from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.tasks import in_thread
-from weightsync_server.store.documents import read_document, write_document
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["MemberJournal"]
-
-logger = logging.getLogger(__name__)
+from weightsync_server.store.store_records import read_document, write_document
 
 
 class MemberJournal:
-    """One small file, replaced whole.
+    """One small file, replaced whole, in a folder that exists.
 
-    Args:
-        path: The file; its folder exists.
-
-    Attributes:
-        stopped_in: Number of the apply for which the host was stopped; 0: it may serve.
-        seen: The highest number of an apply that was read.
-
-    Raises:
-        WeightSyncError: DATA_CORRUPT.
+    `fleet` is the name of the one that it is of; that of another one is refused. `stopped_in` is
+    the number of the apply for which the host was stopped; 0: it may serve. `seen` is the newest
+    apply that was read. `followed` is the number of the last apply of which the host was made to
+    accept what that accepts again. `refusal` is why the register is not followed, or empty.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.stopped_in = self.seen = 0
+    def __init__(self, path: Path, fleet: str = "") -> None:
+        self._path, self._fleet = path, fleet
+        self.stopped_in, self.seen, self.refusal = 0, Seen(), ""
+        self.followed = 0
+        self._turn = asyncio.Lock()
+        #: The verdict, or what was followed, is not written yet.
+        self._pending = False
         try:
             found = read_document(path)
-            self.stopped_in, self.seen = int(found["stopped_in"]), int(found["seen"])
+            # Of an earlier release the number is all.
+            nonce, verdict = str(found.get("nonce", "")), str(found.get("verdict", ""))
+            self.stopped_in, self.seen = (
+                int(found["stopped_in"]),
+                Seen(int(found["seen"]), nonce, verdict),
+            )
+            # Of an earlier release all is followed again.
+            self.followed = int(found.get("followed", 0))
+            other = str(found.get("fleet", fleet))
         except FileNotFoundError:
-            pass
-        except (ValueError, KeyError) as error:
+            other = fleet
+        except (ValueError, LookupError, TypeError, ArithmeticError, IsADirectoryError) as error:
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
-                f"{path} is damaged, so that it is not known whether this host may serve; see "
-                "`weightsync fleet status`, then remove the file",
+                f"remove {path} once `weightsync fleet status` says at another member what is to "
+                f"be served: it is damaged ({error}), so that it is not known whether this host "
+                "may serve",
             ) from error
 
+        if other != fleet:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"start this server with --fleet {other}, or remove {path} if this host is no "
+                f"member of that fleet any more: it says what was decided there, not in {fleet}",
+            )
+
+    def check(self, history: History) -> None:
+        """Refuse a register that does not say any more what was read there."""
+        why = history.lacks(self.seen)
+        self.refusal = self.refusal_of(why) if why else ""
+        if why:
+            raise WeightSyncError(Reason.DATA_CORRUPT, self.refusal)
+
+    def refusal_of(self, why: str) -> str:
+        """Return what is said of a register that lacks something, with what is to be done."""
+        return (
+            f"this member does not follow the register: it was emptied or put back, for {why}; "
+            f"bring its newest state back; or, if that is lost, stop all that refuse, remove "
+            f"{self._path} here, start them, which brings them to what the register says, and "
+            "apply again what they serve now"
+        )
+
     async def stop(self, number: int) -> None:
-        """Write down that the host is about to be stopped; durable when this returns.
+        """Write down, durably, that the host is about to be stopped.
 
-        Args:
-            number: Of the apply; 0 where it is for another reason.
-
-        Raises:
-            WeightSyncError: It could not be.
+        `number` is that of the apply, or 0 where there is another reason.
         """
         # Above 0 also before any apply was read.
-        await self._write(number or self.seen or 1, self.seen)
+        stopped_in = number or self.seen.number or 1
+        if stopped_in == self.stopped_in:
+            # Between a decision and what follows it nobody waits for a disk.
+            return
+        async with self._turn:
+            await self._write(stopped_in, self.seen)
 
     async def serve(self) -> None:
-        """Write down that the host may serve.
+        async with self._turn:
+            await self._write(0, self.seen)
 
-        Raises:
-            WeightSyncError: It could not be.
-        """
-        await self._write(0, self.seen)
+    async def see(self, seen: Seen) -> None:
+        """Know how far the fleet is; a verdict alone is written by the next call."""
+        async with self._turn:
+            # Of a plan that was read and is damaged now, what was read stays known.
+            if (seen.number, bool(seen.nonce)) < (self.seen.number, bool(self.seen.nonce)):
+                return
+            if seen[:2] == self.seen[:2] and not self._pending:
+                self._pending, self.seen = seen.written != self.seen.written, seen
+            else:
+                await self._write(self.stopped_in, seen)
 
-    async def see(self, number: int) -> None:
-        """Write down that an apply was read.
+    def follow(self, number: int) -> None:
+        """Know that all was followed until an apply; the next call writes it."""
+        if number > self.followed:
+            self.followed, self._pending = number, True
 
-        Raises:
-            WeightSyncError: It could not be.
-        """
-        await self._write(self.stopped_in, max(number, self.seen))
+    async def keep(self) -> None:
+        """Return when all that is known is written down."""
+        async with self._turn:
+            await self._write(self.stopped_in, self.seen)
 
-    async def _write(self, stopped_in: int, seen: int) -> None:
-        if (stopped_in, seen) == (self.stopped_in, self.seen):
-            return
-        document = {"stopped_in": stopped_in, "seen": seen}
-        with translate_os_errors(f"writing {self._path}"):
-            await in_thread(write_document, self._path, document)
-        self.stopped_in, self.seen = stopped_in, seen
+    async def _write(self, stopped_in: int, seen: Seen) -> None:
+        if self._pending or (stopped_in, seen.written) != (self.stopped_in, self.seen.written):
+            said = {"followed": self.followed, "fleet": self._fleet}
+            document = {"stopped_in": stopped_in, **seen.written, **said}
+            with translate_os_errors(f"writing {self._path}"):
+                await in_thread(write_document, self._path, document)
+        self.stopped_in, self.seen, self._pending = stopped_in, seen, False

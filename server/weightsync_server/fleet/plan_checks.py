@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from weightsync.engine import BETWEEN_STEPS
+from weightsync.engine import BETWEEN_STEPS, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.catalog.local_numbers import FIRST_LOCAL
-from weightsync_server.fleet.fleet_plan import Kind
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from weightsync.engine import PauseSpec
-    from weightsync_server.fleet.fleet_history import History
-    from weightsync_server.fleet.fleet_plan import FleetVersion
-
-__all__ = ["check_new", "check_pause", "planned_with", "previous_of", "rollback_target"]
+from weightsync_server.catalog.record import FIRST_LOCAL
+from weightsync_server.decide import ApplyOrder, FleetVersion
+from weightsync_server.fleet.fleet_history import History
 
 #: Of the time for which a barrier's members may stand still without a decision: what requests in
 #: flight may take of it, so that every member comes to be ready before the apply is called off.
 _WAITING = 0.25
 
 
-def check_pause(kind: Kind, pause: PauseSpec | None, undecided_s: float) -> None:
-    """Refuse a way to pause in which a barrier cannot be made.
-
-    Args:
-        kind: Barrier or rolling.
-        pause: How members would pause; None: nobody chose.
-        undecided_s: As in `FleetLimits`.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID.
-    """
-    if pause is None or kind is not Kind.BARRIER:
+def check_pause(kind: ApplyOrder, pause: PauseSpec | None, undecided_s: float) -> None:
+    """Refuse a way to pause in which a barrier cannot be made; None: no way was chosen."""
+    if pause is None or kind is not ApplyOrder.BARRIER:
         return
     if pause.mode == BETWEEN_STEPS:
         raise WeightSyncError(
@@ -55,13 +38,7 @@ def check_pause(kind: Kind, pause: PauseSpec | None, undecided_s: float) -> None
 def check_new(history: History, target: FleetVersion, *, clears: bool = False) -> None:
     """Refuse a version that a fleet may not go to by an apply.
 
-    Args:
-        history: Of the fleet.
-        target: The version.
-        clears: Whether its content is to be accepted again, if it was rejected.
-
-    Raises:
-        WeightSyncError: VERSION_REJECTED, VERSION_CONFLICT, VERSION_BELOW_LIVE.
+    With `clears`, content that was rejected is allowed.
     """
     if not clears and target.digest in history.rejects:
         raise WeightSyncError(
@@ -90,15 +67,10 @@ def check_new(history: History, target: FleetVersion, *, clears: bool = False) -
 
 
 def planned_with(history: History, key: str, target: FleetVersion | None) -> int:
-    """Return the number of the apply that a call with an idempotency key has planned; 0: none.
+    """Return the number of the apply planned with an idempotency key, or 0.
 
-    Args:
-        history: Of the fleet; what it has forgotten may be planned anew.
-        key: The key; "": none.
-        target: What is asked for; None: a rollback.
-
-    Raises:
-        WeightSyncError: VERSION_CONFLICT: the key stands for something else.
+    An empty `key` finds none. A `target` of None asks for a rollback. Raises VERSION_CONFLICT when
+    the key was used for another call.
     """
     found = [one.plan for one in history.applies if key and one.plan.key == key]
     if not found:
@@ -117,43 +89,44 @@ def planned_with(history: History, key: str, target: FleetVersion | None) -> int
 
 
 def previous_of(
-    history: History, present: Mapping[str, FleetVersion | None], kind: Kind
+    history: History, present: Mapping[str, FleetVersion | None], kind: ApplyOrder
 ) -> FleetVersion | None:
-    """Return what an abort leads back to.
-
-    Raises:
-        WeightSyncError: NO_ROLLBACK: a rolling apply would have no way back.
-    """
-    if history.target is not None:
+    """Return what an abort leads back to; refuse a rolling apply without a way back."""
+    if history.target is not None and not history.unreadable:
         return history.target
     live = set(present.values())
-    if len(live) == 1:
+    if len(live) == 1 and None not in live:
         return live.pop()
-    if kind is Kind.ROLLING:
+    if history.unreadable:
+        raise WeightSyncError(
+            Reason.DATA_CORRUPT,
+            "the members hold different versions, or do not tell which, so that nobody knows what "
+            "an apply that fails would go back to; put back what is damaged first, or, where that "
+            "is lost, stop the servers of all but one version and apply again: "
+            f"{history.unreadable}",
+        )
+    if kind is ApplyOrder.ROLLING:
         raise WeightSyncError(
             Reason.NO_ROLLBACK,
-            "the members serve different versions, and nothing was decided for this fleet yet, so "
-            "that a failed wave could not go back; make the first apply a barrier",
+            "make the first apply a barrier: nothing was decided for this fleet yet, and its "
+            "members serve different versions, or do not tell which, so that a failed wave could "
+            "not go back",
         )
     return None
 
 
 def _check_readable(history: History, number: int) -> None:
-    """Refuse to go back past a commit that cannot be read."""
     if hidden := [one for one in history.hidden if one > number]:
         raise WeightSyncError(
             Reason.NOT_SUPPORTED,
-            f"apply {hidden[-1]} of the fleet is of a newer release, and its version may be the "
-            "one to go back to; ask a member of that release",
+            f"ask a member of a newer release, or apply the version that is wanted: apply "
+            f"{hidden[-1]} of the fleet cannot be read here, and its version may be the one to go "
+            "back to",
         )
 
 
 def rollback_target(history: History) -> tuple[FleetVersion, FleetVersion]:
-    """Return the version of the newest COMMIT before the live one, and the live one.
-
-    Raises:
-        WeightSyncError: NO_ROLLBACK. NOT_SUPPORTED: a commit between cannot be read.
-    """
+    """Return the version of the newest COMMIT before the live one, and the live one."""
     commits = [one.plan for one in history.commits]
     if commits:
         live = commits[-1].target

@@ -1,4 +1,4 @@
 """This host as a member of a fleet: its engines obey what the fleet's register says.
 
-`FleetHost` is what a `FleetMember` drives; `start_fleet` makes both of a server's settings.
+`LocalHost` is what a `FleetMember` drives; `FleetService` makes both of a server's settings.
 """

@@ -1,30 +1,158 @@
-"""The engines behind one server as the host of a fleet's member."""
+"""The engines behind one server as the host of a fleet's member.
+
+One file: preparing, holding, releasing and going back share the engines that were taken.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from weightsync import clock
-from weightsync.engine import FENCES_ON_EXPIRY, PauseSpec
+from weightsync.backoff import until
+from weightsync.engine import BETWEEN_STEPS, FENCES_ON_EXPIRY, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine.rejection import reject
-from weightsync_server.fleet.fleet_plan import FleetVersion
-from weightsync_server.fleet_host.host_cutover import HostCutover
-from weightsync_server.fleet_host.host_pause import HostPause
-from weightsync_server.fleet_host.serving_gate import ServingGate
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.decide import FleetVersion, Verdict
+from weightsync_server.engine import EngineContext, EngineSet, EngineSupervisor
+from weightsync_server.engine.host_apply import (
+    EnginePlan,
+    JournalLedger,
+    check_members,
+    check_rolling_slots,
+    drop,
+    prepare_all,
+    roll_out,
+)
+from weightsync_server.engine.journal import Answer
+from weightsync_server.engine.outcome import ApplyCause, reject
+from weightsync_server.fleet_host.host_pause import HostPause, ServingGate, TakenHost
 from weightsync_server.ops.os_errors import translate_os_errors
+from weightsync_server.ops.tasks import all_done
+from weightsync_server.residency.slot import SlotLease
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine import EngineSet, EngineSupervisor, HostParts, ModelParts
-    from weightsync_server.residency.leases import SlotLease
+class HostCutover(TakenHost):
+    """Brings a version to the engines, in steps between which the fleet decides.
 
-__all__ = ["FetchOnDemand", "FleetHost"]
+    `patience_s` is the longest time that the decision may take. Between two steps the engines pause
+    one after the other, when the fleet has decided. `slots` is how many versions memory holds.
+    """
+
+    def __init__(
+        self,
+        record: VersionRecord,
+        engines: EngineSet,
+        gate: ServingGate,
+        prepare_s: float,
+        patience_s: float,
+        spec: PauseSpec,
+        slots: int,
+    ) -> None:
+        super().__init__(record, engines, gate, prepare_s)
+        self._patience_s, self._spec, self._slots = patience_s, spec, slots
+        self._plans: list[EnginePlan] = []
+        self._ledger: JournalLedger | None = None
+
+    async def prepare(self) -> None:
+        """Return when every rank has the version ready; `close` must follow what fails."""
+        await self._carry_out(self._prepare)
+
+    async def pause(self) -> None:
+        """Return when all engines stand still, with the version in place and proved.
+
+        Raises:
+            WeightSyncError: APPLY_RESTORED: all serve what they served. Any other: an engine does
+                not, and is brought there; or nothing would stand still.
+        """
+        if self._between:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                "engines that change between two steps do not stand still; use another pause mode",
+            )
+        self.stands_still = True
+        await self._carry_out(self._pause)
+
+    async def commit(self) -> None:
+        """Return when all engines serve it; raises as `pause`."""
+        self.stands_still = True
+        await self._carry_out(self._commit)
+
+    async def call_off(self) -> None:
+        """Return when all engines serve what they served before."""
+        try:
+            await self._carry_out(self._call_off)
+        except WeightSyncError as error:
+            if error.reason is not Reason.APPLY_RESTORED:
+                raise
+
+    @property
+    def _between(self) -> bool:
+        return self._spec.mode == BETWEEN_STEPS
+
+    async def _prepare(self) -> None:
+        group = await self._take()
+        differing = [
+            one
+            for one in group.members
+            if one.live.record.content_digest != self.record.content_digest
+        ]
+        going = differing or group.members
+        check_members(going, self._spec, fences=not self._between)
+        if self._between and len(going) > 1:
+            check_rolling_slots(self._slots)
+        self._plans = await prepare_all(
+            going, self.record, None, self._spec, ApplyCause(), durable=True
+        )
+
+    async def _pause(self) -> None:
+        if self._ledger is None:
+            ledger = JournalLedger(self._plans, self._engines.host_journal, self._patience_s)
+            await ledger.begin()
+            self._ledger = ledger
+        if await self._ledger.decidable() is Verdict.ABORT:
+            await self._follow(Verdict.ABORT)
+
+    async def _commit(self) -> None:
+        if not self._plans:
+            # It was done for a caller that was cancelled.
+            return
+        if self._between:
+            await roll_out(self._plans, 1, self._engines.host_journal)
+        else:
+            await self._pause()
+            await self._follow(Verdict.COMMIT)
+        named = {one.member.name: one.plan for one in self._plans}
+        await self._engines.host_journal.done(named, Answer())
+        await self._give_back()
+
+    async def _call_off(self) -> None:
+        if self._ledger is None:
+            # Its caller was cancelled before anything stood still.
+            self.stands_still = False
+            await self._give_back()
+        else:
+            await self._follow(Verdict.ABORT)
+
+    async def _follow(self, verdict: Verdict) -> None:
+        if self._ledger is not None:
+            await self._ledger.decide(verdict, "the fleet has decided against it")
+            await self._ledger.ended()
+
+    async def _give_back(self, error: BaseException | None = None) -> None:
+        try:
+            if self._ledger is not None:
+                await self._ledger.close()
+            elif not self.stands_still:
+                # By itself, so that no engine counts as interrupted.
+                await drop(self._plans)
+        finally:
+            self._plans = []
+            await super()._give_back(error)
+
 
 #: How often it is looked whether a version has come, or an engine serves; seconds.
 _LOOK_S = 0.05
@@ -33,11 +161,7 @@ _OTHERS_S = 10.0
 
 
 class FetchOnDemand(Protocol):
-    """Brings the versions that are asked for; a follower does, from its origin.
-
-    Attributes:
-        url: From where.
-    """
+    """Brings the versions that are asked for; a follower does, from its origin at `url`."""
 
     url: str
 
@@ -48,39 +172,30 @@ class FetchOnDemand(Protocol):
         """Return why a version will not come; None: it may."""
 
 
-class FleetHost:
-    """Implements `weightsync_server.fleet.host_apply.HostApply`.
+class LocalHost:
+    """Implements `weightsync_server.fleet.member_steps.HostParticipant`.
 
     While it serves, a version goes to all engines in one cutover, of which the fleet's decision is
     the last step before they resume. A host that serves nothing has a gate shut in front of its
     engines: what it is let serve is written to the journal, the gate is opened, and each engine is
     reconciled to it.
 
-    Args:
-        engines: They.
-        model: What they serve.
-        host: What they share.
-        undecided_s: As in `FleetLimits`.
-        fetch_s: How long a version that is not here yet is waited for, seconds; 0: not at all.
-
-    Attributes:
-        source: Brings versions that are not here; None: there is nothing that could.
+    `source` returns what brings versions that are not here yet; None: nothing could.
     """
 
     def __init__(
         self,
         engines: EngineSet,
-        model: ModelParts,
-        host: HostParts,
+        context: EngineContext,
         undecided_s: float,
-        fetch_s: float = 0.0,
+        source: Callable[[], FetchOnDemand | None] = lambda: None,
     ) -> None:
-        self._engines, self._model, self._limits = engines, model, host.limits
-        self._undecided_s, self._fetch_s = undecided_s, fetch_s
-        self.source: FetchOnDemand | None = None
+        self._engines, self._model, self._limits = engines, context.model, context.limits
+        self._undecided_s, self._fetch_s = undecided_s, context.limits.prepare_timeout_s
+        self._source = source
         self._expected: FleetVersion | None = None
         self._fetching = contextlib.ExitStack()
-        self._gate = ServingGate(host.joining)
+        self._gate = ServingGate(context.joining)
         self._turn = asyncio.Lock()
         self._cutover: HostCutover | HostPause | None = None
         self._staged: SlotLease | None = None
@@ -90,17 +205,17 @@ class FleetHost:
         await self._gate.shut()
 
     def expect(self, target: FleetVersion | None) -> None:
-        """Have a version brought that is not here and will be asked for; nobody waits for it.
+        """Have a version brought that will be asked for; nobody waits for it.
 
-        Args:
-            target: It takes the place of the last one; None: none is expected.
+        `target` takes the place of the last one; None: none is expected.
         """
         if target == self._expected:
             return
         self._expected = target
         self._fetching.close()
-        if target is not None and self.source is not None and self._known(target) is None:
-            self._fetching.enter_context(self.source.wanting(target.number, target.digest))
+        source = self._source()
+        if target is not None and source is not None and self._known(target) is None:
+            self._fetching.enter_context(source.wanting(target.number, target.digest))
 
     async def stop(self) -> None:
         """Leave everything as it is: engines that stand still are fenced when their lease ends."""
@@ -112,7 +227,7 @@ class FleetHost:
             self._release()
 
     async def prepare(self, target: FleetVersion, pause: PauseSpec | None = None) -> None:
-        """As `HostApply` says; a host that serves nothing has the version in memory."""
+        """As `HostParticipant` says; a host that serves nothing has the version in memory."""
         async with self._turn:
             await self._let_go()
             if self._gate.is_shut:
@@ -133,7 +248,7 @@ class FleetHost:
                 self._limits.prepare_timeout_s,
                 2 * self._undecided_s,
                 pause or PauseSpec(),
-                self._model.slots,
+                len(self._model.slots.slots),
             )
             try:
                 await cutover.prepare()
@@ -144,7 +259,7 @@ class FleetHost:
             self._cutover = cutover
 
     async def pause(self) -> None:
-        """As `HostApply` says; what was prepared is in place then."""
+        """As `HostParticipant` says; what was prepared is in place then."""
         async with self._turn:
             cutover = self._cutover or await self._pause_of_live()
             if cutover is None:
@@ -160,7 +275,6 @@ class FleetHost:
                 raise
 
     async def commit(self, target: FleetVersion) -> None:
-        """As `HostApply` says."""
         async with self._turn:
             cutover = self._cutover
             try:
@@ -177,7 +291,6 @@ class FleetHost:
                 self._release()
 
     async def resume(self) -> None:
-        """As `HostApply` says."""
         async with self._turn:
             cutover = self._cutover
             try:
@@ -196,26 +309,23 @@ class FleetHost:
                 self._release()
 
     async def fence(self, reason: str) -> None:
-        """As `HostApply` says."""
         async with self._turn:
             await self._stop_serving(reason)
 
     async def reject(self, digest: str, reason: str = "") -> None:
-        """As `HostApply` says."""
         for record in self._model.table.list():
             if record.content_digest == digest:
                 why = reason or "a rollback of the fleet has left it"
                 await reject(self._model.serving, record.version, why)
 
     async def accept(self, digest: str) -> None:
-        """As `HostApply` says."""
         same = [one for one in self._model.table.list() if one.content_digest == digest]
         if any(one.rejected_reason for one in same):
             # With it all that have this content.
             await self._model.serving.accept(same[0].version)
 
     def live(self) -> FleetVersion | None:
-        """As `HostApply` says; engines that cannot be asked count for nothing."""
+        """As `HostParticipant` says; engines that cannot be asked count for nothing."""
         versions = {
             FleetVersion(record.version, record.content_digest)
             for one in self._engines.supervisors
@@ -229,9 +339,9 @@ class FleetHost:
         Raises:
             WeightSyncError: VERSION_UNKNOWN, or VERSION_NOT_DURABLE while it is not committed.
         """
-        record = await self._arrived(lambda: self._committed(version), version)
+        record = await self._arrived(lambda: self._model.table.committed(version), version)
         if record is None:
-            if self.source is not None and self._model.table.find(version) is None:
+            if self._source() is not None and self._model.table.find(version) is None:
                 raise self._absent(version)
             self._model.table.get(version)
             raise WeightSyncError(
@@ -252,7 +362,6 @@ class FleetHost:
         return HostPause(record, self._engines, self._gate, self._limits.prepare_timeout_s)
 
     async def _let_go(self) -> None:
-        """Drop what was prepared."""
         self._release()
         cutover, self._cutover = self._cutover, None
         if cutover is None:
@@ -270,7 +379,6 @@ class FleetHost:
             self._staged = None
 
     async def _stop_serving(self, reason: str) -> None:
-        """Fence every engine, and shut the gate."""
         await self._fence_engines(reason)
         if not self._gate.is_shut:
             # Who has it may be letting an engine serve.
@@ -281,11 +389,7 @@ class FleetHost:
             await cutover.close()
 
     async def _fence_engines(self, reason: str) -> None:
-        fences = (one.fence(reason) for one in self._engines.supervisors)
-        outcomes = await asyncio.gather(*fences, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await all_done(one.fence(reason) for one in self._engines.supervisors)
 
     async def _place(self, record: VersionRecord) -> None:
         """Let the engines serve a version that was not prepared on them."""
@@ -296,7 +400,6 @@ class FleetHost:
         await self._until_served(record)
 
     async def _go_on(self) -> None:
-        """Let the engines serve what they hold."""
         live = self.live()
         if live is None:
             raise WeightSyncError(
@@ -312,11 +415,7 @@ class FleetHost:
         await self._until_served(record)
 
     async def _until_served(self, record: VersionRecord) -> None:
-        """Return when the engines serve a version, all or those that can soon, and nothing else.
-
-        Raises:
-            WeightSyncError: ENGINE_AWAY: none does.
-        """
+        """Return when the engines serve a version, all or those that can soon, and nothing else."""
         begun = clock.monotonic()
         while clock.monotonic() < begun + self._limits.prepare_timeout_s:
             engines = self._engines.supervisors
@@ -336,11 +435,7 @@ class FleetHost:
         )
 
     async def _check_answered(self) -> None:
-        """Refuse where no engine is there that could take a version: nobody waits for vLLM.
-
-        Raises:
-            WeightSyncError: ENGINE_AWAY.
-        """
+        """Refuse where no engine is there that could take a version: nobody waits for vLLM."""
         engines = self._engines.supervisors
         if engines and not await _any_answers(engines):
             names = ", ".join(sorted(one.name for one in engines))
@@ -353,18 +448,14 @@ class FleetHost:
 
     async def _until_settled(self) -> None:
         """Wait for engines whose ranks are being asked; those that are away are not waited for."""
-        end = clock.monotonic() + _OTHERS_S
-        while any(one.proved and not one.serving for one in self._engines.supervisors):
-            if clock.monotonic() >= end:
-                return
-            await asyncio.sleep(_LOOK_S)
+        await until(
+            lambda: all(one.serving or not one.proved for one in self._engines.supervisors),
+            _LOOK_S,
+            _OTHERS_S,
+        )
 
     async def _find(self, target: FleetVersion) -> VersionRecord:
-        """Return a version of this server; one that its origin has is fetched.
-
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN; the origin has none such, or it does not come.
-        """
+        """Return a version of this server; one that its origin has is fetched."""
         number, digest = target.number, target.digest
         record = await self._arrived(lambda: self._known(target), number, digest)
         if record is None:
@@ -372,9 +463,9 @@ class FleetHost:
         return record
 
     def _absent(self, version: int) -> WeightSyncError:
-        if self.source is not None:
+        if (source := self._source()) is not None:
             lacks = (
-                f"has not come from {self.source.url} in {self._fetch_s:g} s; see in the log of "
+                f"has not come from {source.url} in {self._fetch_s:g} s; see in the log of "
                 "this server why"
             )
         else:
@@ -387,26 +478,17 @@ class FleetHost:
     async def _arrived(
         self, find: Callable[[], VersionRecord | None], version: int, content_digest: str = ""
     ) -> VersionRecord | None:
-        """Return what is here, or comes while it is waited for; None: it does not.
-
-        Raises:
-            WeightSyncError: It will not.
-        """
-        record = find()
-        if record is not None or self.source is None:
+        """Return what is here, or comes while it is waited for; None: it does not."""
+        record, source = find(), self._source()
+        if record is not None or source is None:
             return record
-        with self.source.wanting(version, content_digest):
-            refusal = await self.source.lacking(version, content_digest)
-            end = clock.monotonic() + self._fetch_s
-            while (record := find()) is None and clock.monotonic() < end:
-                if refusal is not None:
-                    raise refusal
-                await asyncio.sleep(_LOOK_S)
+        with source.wanting(version, content_digest):
+            refusal = await source.lacking(version, content_digest)
+            if refusal is None:
+                return await until(find, _LOOK_S, self._fetch_s)
+            if (record := find()) is None:
+                raise refusal
         return record
-
-    def _committed(self, version: int) -> VersionRecord | None:
-        record = self._model.table.find(version)
-        return record if record is not None and record.commit is not None else None
 
     def _known(self, target: FleetVersion) -> VersionRecord | None:
         same = [

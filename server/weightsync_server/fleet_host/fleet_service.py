@@ -5,124 +5,137 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from weightsync import clock
+from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine import idempotency
-from weightsync_server.engine.pause_options import pause_spec
-from weightsync_server.fleet.coordinator import Coordinator
-from weightsync_server.fleet.fleet_keys import MEMBERS
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.coordination import open_register
+from weightsync_server.coordination.coordination import CoordinationStore
+from weightsync_server.decide import ApplyOrder, FleetVersion, Verdict
+from weightsync_server.engine import EngineContext, EngineSet, idempotency
+from weightsync_server.engine.refusals import pause_spec
+from weightsync_server.fleet.coordinator import Coordinator, Outcome
+from weightsync_server.fleet.fleet_history import History, HistoryReader
 from weightsync_server.fleet.fleet_member import FleetMember
-from weightsync_server.fleet.fleet_plan import FleetVersion, Kind, Verdict
+from weightsync_server.fleet.fleet_records import MEMBERS, decode_member
+from weightsync_server.fleet.fleet_settings import FleetSettings
 from weightsync_server.fleet.member_journal import MemberJournal
-from weightsync_server.fleet.member_steps import Fence, Mode, next_step
-from weightsync_server.fleet_host.fleet_host import FleetHost
-from weightsync_server.fleet_host.fleet_metrics import FleetMetrics
-from weightsync_server.fleet_host.fleet_needs import FleetNeeds
-from weightsync_server.fleet_host.fleet_status import FleetStatusReader
-from weightsync_server.register import open_register
-from weightsync_server.register.etcd_tls import EtcdTls
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from weightsync.engine import PauseSpec
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine import EngineSet, HostParts, ModelParts
-    from weightsync_server.fleet.coordinator import FleetProgress, Outcome
-    from weightsync_server.fleet.fleet_limits import FleetLimits
-    from weightsync_server.register.register import Register
-
-__all__ = ["FleetOptions", "FleetService", "watch_needs"]
+from weightsync_server.fleet.member_steps import Fence, HostMode, next_step
+from weightsync_server.fleet_host.fleet_host import FetchOnDemand, LocalHost
+from weightsync_server.fleet_host.fleet_status import (
+    FleetMetrics,
+    FleetStatusReader,
+    correct_own,
+    unread_report,
+)
 
 logger = logging.getLogger(__name__)
+
+
+class FleetNeeds:
+    """Reads what members serve, and where they may go by what is planned or decided.
+
+    Until a fleet's register is open, everything is needed; a host without a `fleet` needs nothing.
+    """
+
+    def __init__(self, fleet: str) -> None:
+        self._fleet = fleet
+        self._read: tuple[CoordinationStore, HistoryReader] | None = None
+
+    def open(self, options: FleetSettings, stack: contextlib.AsyncExitStack) -> CoordinationStore:
+        """Read the register of a fleet from now on, and return it; the stack closes it."""
+        coordination = open_register(f"{options.register.rstrip('/')}/{options.fleet}", options.tls)
+        stack.push_async_callback(coordination.close)
+        self.read(coordination)
+        return coordination
+
+    def read(self, coordination: CoordinationStore) -> None:
+        self._read = coordination, HistoryReader(coordination)
+
+    async def contents(self) -> frozenset[str]:
+        """Return the digests of what members serve, go to, and would go back to.
+
+        A plan that begins after this call may name any other version: who finds it gone is not
+        ready for it. If this raises, the register cannot be read, and everything is needed.
+        """
+        if not self._fleet:
+            return frozenset()
+        if self._read is None:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY, f"the register of fleet {self._fleet} is not open yet"
+            )
+        coordination, reader = self._read
+        # Members first: what they go to meanwhile is in the history.
+        members, _ = await coordination.members(MEMBERS)
+        history = await reader.read()
+        if history.unreadable:
+            raise WeightSyncError(Reason.NOT_SUPPORTED, history.unreadable)
+        served = (decode_member(value)[0] for value in members.values())
+        needed = [*served, *_planned(history)]
+        return frozenset(version.digest for version in needed if version is not None)
+
+
+def _planned(history: History) -> Iterator[FleetVersion | None]:
+    if history.newest is not None:
+        yield history.newest.plan.target
+        yield history.newest.plan.previous
+    commits = [one.plan for one in history.commits]
+    if not commits:
+        return
+    live = commits[-1].target
+    yield live
+    before = [commits[0].previous, *(plan.target for plan in commits[:-1])]
+    # What a rollback would go to.
+    good = (one for one in reversed(before) if one is not None and one.digest != live.digest)
+    yield next((one for one in good if one.digest not in history.rejects), None)
+
 
 #: Until a member that has failed by a fault of its own goes on, seconds.
 _AGAIN_S = 5.0
 _KINDS = {
-    pb.ENGINE_ORDER_UNSPECIFIED: Kind.ROLLING,
-    pb.ENGINE_ORDER_ROLLING: Kind.ROLLING,
-    pb.ENGINE_ORDER_TOGETHER: Kind.BARRIER,
+    pb.ENGINE_ORDER_UNSPECIFIED: ApplyOrder.ROLLING,
+    pb.ENGINE_ORDER_ROLLING: ApplyOrder.ROLLING,
+    pb.ENGINE_ORDER_TOGETHER: ApplyOrder.BARRIER,
 }
 
 
-class FleetOptions(NamedTuple):
-    """What a member needs to know of the settings.
-
-    Attributes:
-        fleet: Its fleet's name.
-        register: URL of the register, without that name.
-        tls: Files for an etcds:// register; None: none are given.
-        member: Its name.
-        limits: How long to wait.
-        max_unavailable: Members of a wave, where a call does not say.
-        journal: Path of its file.
-        follows: Whether versions come from an origin, so that one may be on its way.
-    """
-
-    fleet: str
-    register: str
-    tls: EtcdTls | None
-    member: str
-    limits: FleetLimits
-    max_unavailable: int
-    journal: Path
-    follows: bool
-
-
 class FleetService:
-    """A member; `begin` before engines are started, `start` when calls are taken.
+    """A member; `host.begin` before engines are started, `start` when calls are taken.
 
-    Args:
-        options: Of what.
-        engines: What it drives.
-        model: What they serve.
-        host: What they share.
-
-    Attributes:
-        name: Of the fleet.
-        needs: What its members still need of a store.
-
-    Raises:
-        WeightSyncError: The register cannot be opened, or the member's journal is damaged.
+    `source` is as in `LocalHost`. `name` is that of the fleet, whose `coordination` the caller
+    closes after `leave`.
     """
 
     def __init__(
-        self, options: FleetOptions, engines: EngineSet, model: ModelParts, host: HostParts
+        self,
+        options: FleetSettings,
+        coordination: CoordinationStore,
+        journal: Path,
+        engines: EngineSet,
+        context: EngineContext,
+        source: Callable[[], FetchOnDemand | None] = lambda: None,
     ) -> None:
         self.name, self._options = options.fleet, options
-        self.register = _open_register(options)
-        fetch_s = host.limits.prepare_timeout_s if options.follows else 0.0
-        self.host = FleetHost(engines, model, host, options.limits.undecided_s, fetch_s)
-        self._journal = MemberJournal(options.journal)
+        self.coordination = coordination
+        self.host = LocalHost(engines, context, options.limits.undecided_s, source)
+        self._journal = MemberJournal(journal, options.fleet)
         self._member: FleetMember | None = None
         self._calls = idempotency.Calls()
-        self._status = FleetStatusReader(self.register)
-        self.needs = FleetNeeds(self.register)
-        self._metrics = host.metrics
+        self._status = FleetStatusReader(self.coordination)
+        self._metrics = context.metrics
         if options.limits.max_age_s:
-            host.serving_time.left_s = self._left_s
-        host.serving_time.begins_s = self._permitted_s
+            context.serving_time.left_s = self._left_s
+        context.serving_time.begins_s = self._permitted_s
         self._tasks: list[asyncio.Task[None]] = []
 
-    @classmethod
-    def of(
-        cls,
-        options: FleetOptions | None,
-        engines: EngineSet,
-        model: ModelParts,
-        host: HostParts,
-    ) -> FleetService | None:
-        """Return the member that options describe; None: this server is one of no fleet."""
-        return cls(options, engines, model, host) if options is not None else None
-
     def start(self, address: str) -> None:
-        """Join, as what listens at an address."""
         options = self._options
         self._member = FleetMember(
-            self.register, options.member, self.host, self._journal, options.limits, address
+            self.coordination, options.member, self.host, self._journal, options.limits, address
         )
         self._tasks = [
             asyncio.create_task(self._run(self._member), name="fleet member"),
@@ -136,16 +149,11 @@ class FleetService:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.host.stop()
 
-    async def stop(self) -> None:
-        """Let go of the register, after `leave`."""
-        await self.register.close()
-
     async def apply(self, request: pb.ApplyVersionRequest) -> pb.ApplyVersionResponse:
         """Have every member serve a version, or none; returns when that is decided and done.
 
         Raises:
-            WeightSyncError: APPLY_RESTORED: it was decided against it. REQUEST_INVALID, and as
-                `Coordinator.apply`.
+            WeightSyncError: APPLY_RESTORED: it was decided against it. As `Coordinator.apply`.
         """
         kind = _check(request, request.max_unavailable)
         pause = _chosen_pause(request)
@@ -168,11 +176,7 @@ class FleetService:
         return await self._calls.run(key, request, carry_out)
 
     async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
-        """Have every member go back to what was decided before, and reject what is left.
-
-        Raises:
-            WeightSyncError: As `apply`, and NO_ROLLBACK.
-        """
+        """Have every member go back to what was decided before, and reject what is left."""
         kind = _check(request, request.max_unavailable)
         pause = _chosen_pause(request)
         size = request.max_unavailable or self._options.max_unavailable
@@ -185,31 +189,23 @@ class FleetService:
         return await self._calls.run(key, request, carry_out)
 
     async def abort(self, request: pb.AbortFleetApplyRequest) -> pb.AbortFleetApplyResponse:
-        """Try to decide against the apply that runs, and return what was decided, if one does.
-
-        Raises:
-            WeightSyncError: As `Coordinator.abort`.
-        """
+        """Try to decide against the apply that runs, and return what was decided, if one does."""
         outcome = await self._coordinator().abort(request.reason)
         if outcome is None:
             return pb.AbortFleetApplyResponse()
         report = await self._status.report(outcome.number)
         if not report.apply:
             # Nothing else of it can be read.
-            number, decision = outcome.number, outcome.verdict.value
-            report = pb.FleetReport(apply=number, decision=decision, reason=outcome.reason)
+            report = unread_report(outcome.number, outcome.reason, outcome.verdict.value)
         return pb.AbortFleetApplyResponse(fleet=report)
 
     async def status(self) -> pb.GetFleetStatusResponse:
-        """Return what the register says now.
-
-        Raises:
-            WeightSyncError: It cannot be read.
-        """
         status = await self._status.status()
-        status.fleet, status.register = self.name, self.register.url
+        status.fleet, status.register = self.name, self.coordination.url
         status.member = self._options.member
         view = self._member.view if self._member is not None else None
+        if self._member is not None:
+            correct_own(status, self._member)
         if view is not None and view.history is not None:
             status.read_age.FromNanoseconds(int(1e9 * (clock.boottime() - view.read_at)))
         return status
@@ -222,7 +218,7 @@ class FleetService:
             return None
         state = member.state
         step = next_step(state, history, limits.max_skew)
-        if isinstance(step, Fence) and state.mode is not Mode.PAUSED:
+        if isinstance(step, Fence) and state.mode is not HostMode.PAUSED:
             # What was read is why they must not: it gives them no time.
             return None
         return member.view.read_at + limits.max_age_s - clock.boottime()
@@ -244,8 +240,12 @@ class FleetService:
 
     async def _count(self, metrics: FleetMetrics) -> None:
         while True:
-            with contextlib.suppress(WeightSyncError):
-                metrics.members = len((await self.register.members(MEMBERS)).alive)
+            try:
+                metrics.members = len((await self.coordination.members(MEMBERS)).alive)
+            except WeightSyncError:
+                pass
+            except Exception:
+                logger.exception("the members of the fleet cannot be counted")
             metrics.look()
             self._look_ahead()
             await asyncio.sleep(self._options.limits.poll_s)
@@ -258,7 +258,7 @@ class FleetService:
 
     def _coordinator(self) -> Coordinator:
         options = self._options
-        return Coordinator(self.register, options.member, options.limits, _ProgressLog())
+        return Coordinator(self.coordination, options.member, options.limits, self._journal)
 
     async def _report(self, outcome: Outcome) -> pb.FleetReport:
         if outcome.verdict is Verdict.ABORT:
@@ -271,6 +271,7 @@ class FleetService:
             )
         report = await self._status.report(outcome.number)
         if report.apply:
+            report.reason = outcome.reason
             return report
         # Long ago, and asked for again with its key.
         target = outcome.target
@@ -282,26 +283,7 @@ class FleetService:
         )
 
 
-def watch_needs(options: FleetOptions, stack: contextlib.AsyncExitStack) -> FleetNeeds:
-    """Return what a fleet needs of the store of a server without engines, which is no member.
-
-    Args:
-        options: Of what.
-        stack: Closes the register.
-
-    Raises:
-        WeightSyncError: The register cannot be opened.
-    """
-    register = _open_register(options)
-    stack.push_async_callback(register.close)
-    return FleetNeeds(register)
-
-
-def _open_register(options: FleetOptions) -> Register:
-    return open_register(f"{options.register.rstrip('/')}/{options.fleet}", options.tls)
-
-
-def _check(request: idempotency.Request, max_unavailable: int) -> Kind:
+def _check(request: idempotency.Request, max_unavailable: int) -> ApplyOrder:
     kind = _KINDS.get(request.order)
     if kind is None:
         raise WeightSyncError(
@@ -313,7 +295,7 @@ def _check(request: idempotency.Request, max_unavailable: int) -> Kind:
             Reason.REQUEST_INVALID,
             "a fleet has all engines of every host; leave out the engine's name, or the scope",
         )
-    if max_unavailable and kind is Kind.BARRIER:
+    if max_unavailable and kind is ApplyOrder.BARRIER:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
             "max_unavailable goes with order ROLLING; leave it out, or set the order",
@@ -325,24 +307,3 @@ def _chosen_pause(request: idempotency.Request) -> PauseSpec | None:
     """Return how members pause; None: as where nobody chooses, which every release can read."""
     spec = pause_spec(request.pause)
     return spec if spec != pause_spec(pb.PauseOptions()) else None
-
-
-class _ProgressLog:
-    """Logs each change."""
-
-    def __init__(self) -> None:
-        self._last: FleetProgress | None = None
-
-    def __call__(self, progress: FleetProgress) -> None:
-        if progress == self._last:
-            return
-        self._last = progress
-        logger.info(
-            "apply %d of the fleet: %d of %d decisions; %d prepared, %d ready, %d done",
-            progress.number,
-            progress.decided,
-            progress.decisions,
-            progress.prepared,
-            progress.ready,
-            progress.done,
-        )

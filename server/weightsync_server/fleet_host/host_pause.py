@@ -1,126 +1,186 @@
-"""A pause of all engines of this host that hold already what their fleet goes to."""
+"""What stands between the engines of this host and their fleet, and a pause of what they hold."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
 
 from weightsync.engine import OpenApply, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine.engine_group import EngineGroup, take_engines
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.engine.engine_set import EngineSet
+from weightsync_server.engine.host_apply import LocalEngine, TakenEngines, take_engines
+from weightsync_server.ops.tasks import cancel_tasks, start_task
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
-
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.engine_group import GroupMember
-    from weightsync_server.engine.engine_set import EngineSet
-    from weightsync_server.fleet_host.serving_gate import ServingGate
-
-__all__ = ["HostPause"]
+logger = logging.getLogger(__name__)
 
 
-class HostPause:
-    """Stands between a host and its fleet as a `HostCutover` does, and writes nothing.
+class ServingGate:
+    """The host's side of `EngineContext.joining`, which outlives any one task.
 
-    Requests wait in vLLM meanwhile, and none is refused. An engine whose lease runs out is fenced,
-    as in every pause that others decide the end of.
+    All that let an engine serve take that lock; `is_shut` says whether this gate has it.
+    """
 
-    Args:
-        record: What the engines hold.
-        engines: They.
-        gate: Shut as soon as they are taken; whoever ends this opens it.
-        prepare_s: The longest wait for an engine that cannot be asked yet, seconds.
+    def __init__(self, joining: asyncio.Lock) -> None:
+        self._joining = joining
+        self.is_shut = False
 
-    Attributes:
-        record: As given.
-        stands_still: Whether generation may have stopped for it.
+    async def shut(self) -> None:
+        """Let no engine begin to serve from now on; waits for one that is about to."""
+        if not self.is_shut:
+            await self._joining.acquire()
+            self.is_shut = True
+
+    def open(self) -> None:
+        """Let those that wait serve what is decided."""
+        if self.is_shut:
+            self.is_shut = False
+            self._joining.release()
+
+
+def _log_fault(closing: asyncio.Task[None]) -> None:
+    if not closing.cancelled() and (error := closing.exception()) is not None:
+        logger.error("giving the engines back failed; they are reconciled", exc_info=error)
+
+
+class TakenHost:
+    """Stands between a host and its fleet, and has the engines from its first step until its end.
+
+    A step goes on when its caller is cancelled. An engine whose lease runs out is fenced, as in
+    every pause that others decide the end of.
+
+    `record` is what the engines hold in the end. The `gate` is shut as soon as they are taken; the
+    caller that ends this opens it. `prepare_s` is the longest wait for an engine that cannot be
+    asked yet. `stands_still` says whether generation may have stopped for it.
     """
 
     def __init__(
         self, record: VersionRecord, engines: EngineSet, gate: ServingGate, prepare_s: float
     ) -> None:
-        self.record = record
-        self.stands_still = False
+        self.record, self.stands_still = record, False
         self._engines, self._gate, self._prepare_s = engines, gate, prepare_s
-        self._running = 0
-        self._still, self._word = asyncio.Event(), asyncio.Event()
+        self._taken = contextlib.AsyncExitStack()
         self._task: asyncio.Task[None] | None = None
 
-    async def pause(self) -> None:
-        """Return when all engines stand still.
+    async def close(self) -> None:
+        """Let go of the engines as they are: those that stand still are left to be reconciled.
 
-        Raises:
-            WeightSyncError: One does not; those that did go on, or are brought there.
+        A caller that is cancelled does not wait for that.
         """
+        closing = start_task(self._close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            # Nobody else would hear of a fault.
+            closing.add_done_callback(_log_fault)
+            raise
+
+    async def _close(self) -> None:
+        await cancel_tasks(self._task)
+        await self._give_back(asyncio.CancelledError() if self.stands_still else None)
+
+    async def _take(self) -> TakenEngines:
+        group = TakenEngines(secrets.token_hex(8), whole=self._engines.several)
+        taken = take_engines(self._engines.named(""), group, None, self._prepare_s)
+        await self._taken.enter_async_context(taken)
+        # Those that are found to serve from now on wait, and serve what is live afterwards.
+        await self._gate.shut()
+        return group
+
+    async def _give_back(self, error: BaseException | None = None) -> None:
+        await self._taken.__aexit__(type(error) if error is not None else None, error, None)
+
+    async def _carry_out(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Wait for a step, and before it for that of a caller that was cancelled."""
+        await self._ended()
+        self._task = asyncio.create_task(self._carried_out(step))
+        await self._ended()
+
+    async def _carried_out(self, step: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await step()
+        except BaseException as error:
+            await self._give_back(error)
+            raise
+
+    async def _ended(self) -> None:
+        if self._task is None:
+            return
+        if not self._task.done():
+            await asyncio.wait({self._task})
+        if self._task.cancelled():
+            raise WeightSyncError(Reason.CANCELLED, "the cutover was given up")
+        self._task.result()
+
+
+class HostPause(TakenHost):
+    """Lets the engines stand still with what they hold already, and writes nothing."""
+
+    _standing: Sequence[LocalEngine] = ()
+
+    async def pause(self) -> None:
+        """Return when all engines stand still; if one does not, those that did go on."""
         self.stands_still = True
-        self._task = asyncio.create_task(self._run(), name=f"host pause {self.record.version}")
-        still = asyncio.create_task(self._still.wait())
-        await asyncio.wait({still, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        still.cancel()
-        if self._task.done():
-            await self.commit()
+        await self._carry_out(self._pause)
 
     async def commit(self) -> None:
-        """Return when all engines serve what they hold.
-
-        Raises:
-            WeightSyncError: One does not.
-        """
-        self._word.set()
-        if self._task is not None:
-            await asyncio.wait({self._task})
-            if self._task.cancelled():
-                raise WeightSyncError(Reason.CANCELLED, "the pause was given up")
-            self._task.result()
+        await self._carry_out(self._resume)
 
     async def call_off(self) -> None:
         """As `commit`: what was decided is not what they do not hold."""
         await self.commit()
 
-    async def close(self) -> None:
-        """Let go of the engines as they are: those that stand still are left to be reconciled."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+    async def _pause(self) -> None:
+        if self._standing:
+            return
+        group = await self._take()
+        for one in group.members:
+            one.session.check_fences()
+            if one.live.record.content_digest != self.record.content_digest:
+                raise WeightSyncError(
+                    Reason.ENGINE_AWAY,
+                    f"engine {one.name} serves another version than this host said",
+                )
+        standing: list[LocalEngine] = []
+        settled = asyncio.Event()
 
-    async def _run(self) -> None:
-        group = EngineGroup(secrets.token_hex(8), whole=self._engines.several)
-        taken = take_engines(self._engines.named(""), group, None, self._prepare_s)
-        async with taken:
-            # Those that are found to serve from now on wait, and serve what is live afterwards.
-            await self._gate.shut()
-            for one in group.members:
-                one.session.check_fences()
-                if one.live.record.content_digest != self.record.content_digest:
-                    raise WeightSyncError(
-                        Reason.ENGINE_AWAY,
-                        f"engine {one.name} serves another version than this host said",
-                    )
-            self._running = len(group.members)
-            await _all(self._stand(one, group.apply_id) for one in group.members)
+        async def stand(one: LocalEngine) -> None:
+            live = one.live.record.version
+            open_apply = OpenApply(group.apply_id, live, live)
+            pause = one.session.paused(PauseSpec(clear_cache=False), open_apply)
+            try:
+                await self._taken.enter_async_context(pause)
+            except BaseException:
+                # The others do not wait for one that does not stand.
+                settled.set()
+                raise
+            standing.append(one)
+            if len(standing) == len(group.members):
+                settled.set()
+            await settled.wait()
+            if len(standing) < len(group.members):
+                await one.session.resume(one.live)
 
-    async def _stand(self, member: GroupMember, apply_id: str) -> None:
-        live = member.live.record.version
-        open_apply = OpenApply(apply_id, live, live)
-        try:
-            async with member.session.paused(PauseSpec(clear_cache=False), open_apply):
-                self._running -= 1
-                if not self._running:
-                    self._still.set()
-                await self._word.wait()
-                await member.session.resume(member.live)
-        except WeightSyncError as error:
-            member.error = error
-            # The others do not wait for one that does not stand, or does not go on.
-            self._word.set()
-            raise
+        if failures := await _each(group.members, stand):
+            raise failures[0]
+        self._standing = standing
+
+    async def _resume(self) -> None:
+        failures = await _each(self._standing, lambda one: one.session.resume(one.live))
+        if failures:
+            raise failures[0]
+        self._standing = ()
+        await self._give_back()
 
 
-async def _all(parts: Iterable[Coroutine[None, None, None]]) -> None:
-    """Wait for all of them, and raise the first failure."""
-    outcomes = await asyncio.gather(*parts, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
+async def _each(
+    members: Sequence[LocalEngine], work: Callable[[LocalEngine], Awaitable[None]]
+) -> list[BaseException]:
+    """Do something with all engines at once; return what failed, each known to its engine."""
+    outcomes = await asyncio.gather(*map(work, members), return_exceptions=True)
+    for one, outcome in zip(members, outcomes, strict=True):
+        one.error = outcome
+    return [outcome for outcome in outcomes if outcome is not None]

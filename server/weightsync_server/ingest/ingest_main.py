@@ -6,45 +6,37 @@ import asyncio
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
+from pydantic import TypeAdapter
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire import child_end, frames
-from weightsync_server.auth import CALLER, PUSH_WEIGHTS
+from weightsync.wire import child_channel
+from weightsync_server.auth import PUSH_WEIGHTS, ListenerSettings
+from weightsync_server.auth.caller import Caller
 from weightsync_server.auth.listeners import Listeners
 from weightsync_server.auth.principals import EVERYBODY
-from weightsync_server.ingest.notices import Notices
+from weightsync_server.ingest.connection import Notices
 from weightsync_server.ingest.relay import Relay, take
 from weightsync_server.ops.process_tuning import tune_process
-from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
-from weightsync_server.settings import Settings
+from weightsync_server.rpc.status_interceptor import GuardInterceptor
+from weightsync_server.usecases.guard import CallGuard, RpcMetrics
 from weightsync_server.workers.runtime.mappings import Maps
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from weightsync_server.auth.caller import Caller, RejectedCall
-
-__all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 
 
 class _Ingest:
-    """Serves PushWeights until the server is gone.
-
-    Args:
-        sock: To the server.
-        start: What it told.
-    """
+    """Serves PushWeights until the server, at the other end of `sock`, is gone."""
 
     def __init__(self, sock: socket.socket, start: dict[str, Any]) -> None:
         self._sock = sock
         self._path: str = start["socket"]
-        self._settings = Settings(**start["settings"])
+        self._model: str = start["model"]
+        self._listeners = TypeAdapter(ListenerSettings).validate_python(start["listeners"])
         self._maps = Maps()
         self._notices = Notices()
         self._doors: Listeners
@@ -52,24 +44,25 @@ class _Ingest:
         self._draining: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Listen, say so, then do as the server tells: first of all, let callers in.
+        """Listen, say so, then do as the server tells.
 
-        Raises:
-            EOFError: The server is gone.
+        Raises EOFError when the server is gone.
         """
         try:
             ready = {"op": "ready", "endpoints": self._listen()}
         except (WeightSyncError, OSError, RuntimeError) as error:
             reason = error.reason if isinstance(error, WeightSyncError) else Reason.REQUEST_INVALID
             message = f"an ingest process cannot listen: {error}"
-            self._sock.sendall(frames.encode({"op": "failed", "reason": reason, "error": message}))
+            self._sock.sendall(
+                child_channel.encode({"op": "failed", "reason": reason, "error": message})
+            )
             raise EOFError from error
-        self._sock.sendall(frames.encode(ready))
+        self._sock.sendall(child_channel.encode(ready))
         self._sock.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=self._sock)
         self._notices.begin(writer)
         while True:
-            request, _ = await frames.read(reader)
+            request, _ = await child_channel.read(reader)
             if request["op"] == "drain":
                 task = asyncio.create_task(self._drain(request))
                 self._draining.add(task)
@@ -82,12 +75,8 @@ class _Ingest:
             self._notices.answer({"id": request["id"]})
 
     async def push(self, requests: AsyncIterator[Any], context: Any) -> bytes:
-        """Serve one stream."""
-        caller = CALLER.get()
-        if caller is None:
-            raise WeightSyncError(Reason.PERMISSION_DENIED, "nobody answers for this call")
         relay = await Relay.connect(self._path, self._maps)
-        done = await relay.run(_call(caller, context.time_remaining()), requests)
+        done = await relay.run(_call(context.caller), requests)
         if done.status["code"]:
             encoded = done.status["trailers"]
             trailers = tuple((key, bytes.fromhex(value)) for key, value in encoded)
@@ -95,9 +84,9 @@ class _Ingest:
         return done.response
 
     def _listen(self) -> list[str]:
-        self._doors = Listeners(self._settings.listener_options)
-        guard = GuardInterceptor(RpcMetrics(CollectorRegistry()), self._notices.fault)
-        bound = self._doors.bind(_Report(self._notices), [guard], self._add)
+        self._doors = Listeners(self._model, self._listeners)
+        guard = CallGuard(RpcMetrics(CollectorRegistry()), self._notices.fault)
+        bound = self._doors.bind(self._notices, [GuardInterceptor(guard)], self._add)
         return [str(endpoint) for endpoint in bound]
 
     async def _open(self) -> None:
@@ -127,24 +116,10 @@ class _Ingest:
         self._notices.answer({"id": request["id"]})
 
 
-class _Report:
-    """Tells the server's process what it counts and writes down; see `Auditor`."""
-
-    def __init__(self, notices: Notices) -> None:
-        self._notices = notices
-
-    def refuse(self, error: WeightSyncError, attempt: RejectedCall, times: int = 1) -> None:
-        """A call was refused at the door."""
-        self._notices.refuse(error, attempt, times)
-
-    def write(self, caller: Caller, outcome: str) -> None:
-        """A call has ended: the server's process writes that down itself."""
-
-
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-def _call(caller: Caller, left_s: float | None) -> dict[str, Any]:
+def _call(caller: Caller) -> dict[str, Any]:
     principal = caller.principal
     return {
         "op": "call",
@@ -153,18 +128,17 @@ def _call(caller: Caller, left_s: float | None) -> dict[str, Any]:
         "roles": sorted(principal.roles),
         "models": sorted(principal.models),
         "peer": caller.peer,
-        "left_s": left_s,
+        "left_s": caller.left_s(),
     }
 
 
 def main() -> None:
-    """Serve until the server is gone, whose socket's descriptor is the only argument."""
-    sock = child_end.connect()
+    sock = child_channel.connect()
     try:
-        start = child_end.begin(sock)
+        start = child_channel.begin(sock)
         ingest = _Ingest(sock, start)
         logging.basicConfig(
-            level=start["settings"]["log_level"].upper(),
+            level=start["log_level"],
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
         tune_process()

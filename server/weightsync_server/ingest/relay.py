@@ -7,25 +7,20 @@ import contextlib
 import errno
 import os
 import socket
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.box_spans import BoxSpan
+from weightsync.model.tensor_slices import SliceSpan
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync.wire import frames
-from weightsync.wire.notes import read_note
+from weightsync.wire import child_channel
+from weightsync.wire.child_channel import read_note
 from weightsync_server.ops.os_errors import system_fault
-from weightsync_server.push import BoxWindow, ChunkView, plain_chunk
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from weightsync_server.workers.runtime.mappings import Maps
-
-__all__ = ["Done", "Relay", "Whole", "take"]
+from weightsync_server.push import ChunkView, SliceWindow, plain_chunk
+from weightsync_server.workers.runtime.mappings import Maps
 
 _RECEIVE_BYTES = 64 << 10
 #: Seconds after which the server is told of chunks, so that it is not for each of them. When the
@@ -37,12 +32,8 @@ _HEARD_S = 10.0
 _MAX_FDS = 4
 
 
-class Whole:
-    """A message that is no plain chunk, as it came; the server's process reads it.
-
-    Attributes:
-        data: The serialised PushWeightsRequest.
-    """
+class RawMessage:
+    """A message that is no plain chunk, serialised as it came; the server's process reads it."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -56,14 +47,11 @@ class Whole:
             return pb.BeginPushRequest()
 
 
-def take(message: bytes) -> ChunkView | Whole:
-    """Return a message as it goes on from here."""
-    return plain_chunk(message) or Whole(message)
+def take(message: bytes) -> ChunkView | RawMessage:
+    return plain_chunk(message) or RawMessage(message)
 
 
 class Done(NamedTuple):
-    """How a call ended, in the server's words, and the serialised response."""
-
     status: dict[str, Any]
     response: bytes
 
@@ -71,7 +59,7 @@ class Done(NamedTuple):
 class _Claim:
     """A shard that may be written from `position` on, and must be told of at the mark."""
 
-    def __init__(self, shard: int, grant: dict[str, Any], view: memoryview | BoxWindow) -> None:
+    def __init__(self, shard: int, grant: dict[str, Any], view: memoryview | SliceWindow) -> None:
         self.shard = shard
         self.view = view
         self.position: int = grant["received"]
@@ -82,12 +70,7 @@ class _Claim:
 
 
 class Relay:
-    """Serves one stream; nothing is written after `run` has returned or raised.
-
-    Args:
-        sock: Connection of this stream to the server's process.
-        maps: The segments that this process holds mapped.
-    """
+    """Serves one stream; nothing is written after `run` has returned or raised."""
 
     def __init__(self, sock: socket.socket, maps: Maps) -> None:
         self._loop = asyncio.get_running_loop()
@@ -105,11 +88,6 @@ class Relay:
 
     @classmethod
     async def connect(cls, path: str, maps: Maps) -> Relay:
-        """Return a relay with a connection.
-
-        Raises:
-            WeightSyncError: SERVER_AWAY.
-        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
@@ -119,16 +97,13 @@ class Relay:
             raise _away() from error
         return cls(sock, maps)
 
-    async def run(self, call: dict[str, Any], requests: AsyncIterator[ChunkView | Whole]) -> Done:
-        """Move messages until the server tells how the call ended.
+    async def run(
+        self, call: dict[str, Any], requests: AsyncIterator[ChunkView | RawMessage]
+    ) -> Done:
+        """Move messages until the server tells how the call ended; `call` says who calls.
 
-        Args:
-            call: Who calls.
-            requests: The messages.
-
-        Raises:
-            WeightSyncError: SERVER_AWAY; the server's process has ended the connection, or has
-                not heard of the stream in time.
+        Raises SERVER_AWAY when the server has ended the connection, or has not heard of the stream
+        in time.
         """
         self._loop.add_reader(self._sock, self._readable)
         pump = asyncio.create_task(self._pump(call, requests))
@@ -144,10 +119,7 @@ class Relay:
             self._close()
 
     async def _report(self, pump: asyncio.Task[None]) -> None:
-        """Let the server decide about what was refused here, and raise what it must not know.
-
-        A refusal comes from those who look at requests before this, as at the model they name.
-        """
+        """Let the server decide about a refusal or a system fault; raise any other error."""
         # When the connection takes no more, the server tells why, or is gone.
         with contextlib.suppress(ConnectionError):
             try:
@@ -163,10 +135,12 @@ class Relay:
     async def _fail(self, error: WeightSyncError) -> None:
         await self._tell({"op": "failed", "reason": error.reason, "message": error.message})
 
-    async def _pump(self, call: dict[str, Any], requests: AsyncIterator[ChunkView | Whole]) -> None:
+    async def _pump(
+        self, call: dict[str, Any], requests: AsyncIterator[ChunkView | RawMessage]
+    ) -> None:
         await self._tell(call)
         async for message in requests:
-            if isinstance(message, Whole):
+            if isinstance(message, RawMessage):
                 await self._whole(message.data)
             else:
                 await self._chunk(message)
@@ -215,19 +189,18 @@ class Relay:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         fd = self._fds.pop(0)
         view = self._used.enter_context(self._maps.use(name, fd, capacity, writable=True))
-        window = BoxWindow(view, self._spans()) if boxes else view
+        window = SliceWindow(view, self._spans()) if boxes else view
         self._claim = _Claim(shard, grant, window)
         return self._claim
 
-    def _spans(self) -> list[BoxSpan]:
-        """Return where the bytes go that were granted."""
+    def _spans(self) -> list[SliceSpan]:
         fd = self._fds.pop(0)
         try:
             spans = read_note(fd)["spans"]
         finally:
             os.close(fd)
         return [
-            BoxSpan(begin, run, tuple(counts), tuple(strides))
+            SliceSpan(begin, run, tuple(counts), tuple(strides))
             for begin, run, counts, strides in spans
         ]
 
@@ -237,7 +210,7 @@ class Relay:
 
     async def _tell(self, document: dict[str, Any], blob: bytes = b"") -> None:
         # In order: what was written before goes before.
-        claim, data = self._claim, self._untold() + frames.encode(document, blob)
+        claim, data = self._claim, self._untold() + child_channel.encode(document, blob)
         self._sending = True
         try:
             await self._loop.sock_sendall(self._sock, data)
@@ -256,7 +229,7 @@ class Relay:
         claim = self._claim
         if claim is None or claim.reported == claim.position:
             return b""
-        return frames.encode(
+        return child_channel.encode(
             {"op": "wrote", "shard": claim.shard, "end": claim.position, "due": False}
         )
 
@@ -277,7 +250,6 @@ class Relay:
             return
 
     def _stop(self) -> None:
-        """Write no more, and let the server know."""
         if not self._let_go:
             self._let_go = True
             self._tell_now()
@@ -293,7 +265,7 @@ class Relay:
             data, fds = b"", []
         self._fds += fds
         self._inbox += data
-        while (frame := frames.split(self._inbox)) is not None:
+        while (frame := child_channel.split(self._inbox)) is not None:
             self._hear(*frame)
         if not data:
             self._loop.remove_reader(self._sock)
@@ -301,7 +273,6 @@ class Relay:
             self._lose()
 
     def _lose(self) -> None:
-        """The server is not there for this stream."""
         if not self._done.done():
             self._done.set_exception(_away())
 

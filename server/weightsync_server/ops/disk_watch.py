@@ -7,14 +7,10 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-__all__ = ["DataFolder", "DiskReading", "DiskWatch", "read_disk"]
+from pathlib import Path
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +21,7 @@ _LEAST_BYTES = 1 << 20
 
 
 class DataFolder(NamedTuple):
-    """A folder that somebody writes to.
-
-    Attributes:
-        name: What is in it: the label of its metrics.
-        path: Where it is.
-        floor_bytes: Free space that is left there: with no more than that it counts as full.
-    """
+    """A folder that somebody writes to; with no more than `floor_bytes` free it counts as full."""
 
     name: str
     path: Path
@@ -40,14 +30,9 @@ class DataFolder(NamedTuple):
 
 @dataclass(frozen=True)
 class DiskReading:
-    """What the disk of a folder has said last.
+    """What the disk of a folder has said last: `free_bytes` for this user, `used_bytes` of all.
 
-    Attributes:
-        name: Of the folder.
-        path: Of the folder.
-        free_bytes: What this user can still write, the floor included.
-        used_bytes: What everybody has written.
-        error: Why nothing more can be written there, with the remedy; empty: it can.
+    `error` is why nothing more can be written there, with the remedy, or empty.
     """
 
     name: str
@@ -83,10 +68,8 @@ def read_disk(folder: DataFolder) -> DiskReading:
 class DiskWatch:
     """Knows the last answer of each disk. One that hangs holds up nobody, and counts as full.
 
-    Args:
-        folders: What is looked at.
-        on_change: Told on the event loop when a folder takes nothing more, or takes it again:
-            its name and why it does not.
+    `on_change` is called on the event loop with a folder's name and why it takes nothing more;
+    empty: it does again.
     """
 
     def __init__(
@@ -102,11 +85,9 @@ class DiskWatch:
         self._next: asyncio.TimerHandle
 
     def readings(self) -> list[DiskReading]:
-        """Return what is known of each folder, in their order."""
         return [self.reading(folder.name) for folder in self.folders]
 
     def reading(self, name: str) -> DiskReading:
-        """Return what is known of a folder; of one whose disk hangs that it does."""
         last = self._last[name]
         unanswered = self._unanswered[name]
         if unanswered < _MOST_UNANSWERED:
@@ -127,7 +108,6 @@ class DiskWatch:
         self._tell()
 
     def stop(self) -> None:
-        """Ask no more."""
         self._stopped.set()
         self._next.cancel()
 

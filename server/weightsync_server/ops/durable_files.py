@@ -1,7 +1,6 @@
-"""The one place at which files change: whoever writes, flushes, renames or removes asks here.
+"""The one place at which files change, so that a test can make any step fail or be forgotten.
 
-So a test that puts another function in the place of one of these fails or forgets any step. They
-are called as `files.fsync(fd)`, never imported by name.
+Its functions are called as `files.fsync(fd)`, never imported by name.
 """
 
 from __future__ import annotations
@@ -9,30 +8,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
+from weightsync.errors import invalid_request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from typing_extensions import Buffer
 
-__all__ = [
-    "allocate",
-    "append",
-    "create",
-    "create_unnamed",
-    "flush_directory",
-    "fsync",
-    "link",
-    "open_written",
-    "pwrite",
-    "rename",
-    "unlink",
-    "write",
-]
 
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _MODE = 0o640
@@ -41,7 +26,6 @@ _BLOCK = 4096
 
 
 def create(path: Path | str) -> int:
-    """Return a descriptor of a new file; one that exists is an error."""
     return os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
 
 
@@ -51,22 +35,15 @@ def create_unnamed(directory: Path | str) -> int:
 
 
 def open_written(path: Path | str, *, new: bool = False) -> int:
-    """Return a descriptor of a file to write into, which keeps what it holds.
-
-    Args:
-        path: The file; never followed if it is a link.
-        new: Make it where it is missing; else that is an error.
-    """
+    """Return a descriptor to write into a file, which keeps what it holds; follows no link."""
     return os.open(path, _FLAGS | (os.O_CREAT if new else 0), _MODE)
 
 
 def append(path: Path | str) -> int:
-    """Return a descriptor that writes behind the end of a file that exists."""
     return os.open(path, _FLAGS | os.O_APPEND)
 
 
 def write(fd: int, data: Buffer) -> None:
-    """Write all of a small piece of data."""
     failpoints.hit("file.write")
     view = memoryview(data)
     while view:
@@ -77,8 +54,8 @@ def pwrite(fd: int, data: Buffer, offset: int) -> int:
     """Write at an offset and return how many bytes were; fewer than asked is no error.
 
     Whole blocks go to the disk past the page cache, where the file system can: that takes a fifth
-    of the processor's time, above all for a file that was reserved. They become durable with
-    `fsync`, as the others do.
+    of the processor's time, above all for a file that was reserved. Only `fsync` makes them
+    durable.
     """
     view = memoryview(data).cast("B")
     if before := -offset % _BLOCK:
@@ -125,26 +102,44 @@ def rename(source: Path | str, target: Path | str) -> None:
 
 
 def link(fd: int, target: Path | str) -> None:
-    """Give an unnamed file its name, in one step; durable after `flush_directory`.
-
-    Raises:
-        FileExistsError: Another file has it.
-    """
+    """Give an unnamed file its name, in one step; durable after `flush_directory`."""
     # Python follows the link in /proc only where it is given a directory, which this path ignores.
     os.link(f"/proc/self/fd/{fd}", target, src_dir_fd=fd, follow_symlinks=True)
 
 
 def unlink(path: Path | str) -> None:
-    """Remove a file; that it is missing is fine."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # noqa: PTH108 - paths come as text too
 
 
 def flush_directory(path: Path | str) -> None:
-    """Make the names in a directory durable."""
     failpoints.hit("file.flush_directory")
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class StateLock:
+    """Held until `close` or the end of the process, however it ends; makes the `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise invalid_request(
+                f"state_dir {folder} cannot be written ({error.strerror}); choose another or make "
+                "it this user's"
+            ) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise invalid_request(
+                f"another weightsync-server runs on {folder}; stop it or choose another state_dir"
+            ) from None
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,28 +1,123 @@
 """What operators see: every metric of the server, in one registry.
 
-Names follow https://prometheus.io/docs/practices/naming/: base units, a closed set of labels, no
+Names follow https://prometheus.io/docs/practices/naming/: base units, closed sets of labels, no
 push or apply ids. Every child exists from the start, so a rate exists before the first failure.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from weightsync import __version__, clock
-from weightsync_server.ops.deadlines import DeadlineMonitor
-from weightsync_server.ops.engine_metrics import EngineGauges, EngineMetrics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from weightsync_server.ops.meters import DeltaCounts
-
-__all__ = ["INVARIANTS", "PHASES", "DeltaMetrics", "LoaderMetrics", "Metrics"]
+from weightsync_server.ops.tasks import DeadlineMonitor
 
 logger = logging.getLogger(__name__)
+
+
+class DeltaCounts(NamedTuple):
+    """What is counted of a committed delta.
+
+    `dense_bytes` are those of the whole version. `fraction` is the share of the elements that the
+    delta told. `codings` counts tensors by coding, `unchanged` included.
+    """
+
+    delta_bytes: int
+    dense_bytes: int
+    fraction: float
+    codings: Mapping[str, int]
+
+
+class Meters(Protocol):
+    """Counts pushes, bytes and durations. Called on the event loop; never blocks."""
+
+    def observe_phase(self, phase: str, seconds: float) -> None:
+        """Add one duration of `receive`, `digest`, `persist` or `patch`."""
+
+    def count_push(self, outcome: str) -> None:
+        """Count the end of a push: `committed`, `already`, `failed` or `aborted`."""
+
+    def count_cast(self, tensors: int) -> None:
+        """Count tensors that a trainer cast to what the engine holds."""
+
+    def add_received(self, size: int) -> None:
+        """Count received bytes."""
+
+    def count_delta(self, counts: DeltaCounts) -> None:
+        """Count a delta that was committed."""
+
+    def count_fallback(self, reason: str) -> None:
+        """Count a full push of a trainer that would have sent a delta, and why it did not."""
+
+
+_GAUGES = {
+    "weightsync_rank_version_skew": "Highest minus lowest version over the ranks.",
+    "weightsync_fenced": "1 from a fence until the engine serves again.",
+    "weightsync_serving": "1 while the engine serves one verified version.",
+    "weightsync_engine_up": "1 while the engine answers.",
+    "weightsync_live_check_timestamp_seconds": "When all live parameters were last compared and "
+    "held the version, Unix time.",
+    "weightsync_loader_up": "1 while every rank's loader can load.",
+    "weightsync_arena_bytes": "Memory that holds what was loaded beside generation, over all "
+    "ranks; 0: nothing is.",
+}
+
+
+class EngineGauges:
+    def __init__(self, model: str, registry: CollectorRegistry) -> None:
+        self.model = model
+        self.served = Gauge(
+            "weightsync_served_version",
+            "Version that a rank serves; 0: none.",
+            ["model", "engine", "rank"],
+            registry=registry,
+        )
+        self.gauges = {
+            name: Gauge(name, text, ["model", "engine"], registry=registry)
+            for name, text in _GAUGES.items()
+        }
+
+
+class EngineMetrics:
+    def __init__(self, families: EngineGauges, engine: str) -> None:
+        self._families = families
+        self._engine = engine
+        self._ranks: set[str] = set()
+        # Each exists from the start.
+        self._gauges = {
+            name: gauge.labels(families.model, engine) for name, gauge in families.gauges.items()
+        }
+
+    def set_served(self, versions: Mapping[str, int]) -> None:
+        """Set the version that each rank serves; ranks that are gone disappear."""
+        for rank in self._ranks - versions.keys():
+            self._families.served.remove(self._families.model, self._engine, rank)
+        self._ranks = set(versions)
+        for rank, version in versions.items():
+            self._families.served.labels(self._families.model, self._engine, rank).set(version)
+        skew = max(versions.values()) - min(versions.values()) if versions else 0
+        self._gauges["weightsync_rank_version_skew"].set(skew)
+
+    def set_engine(self, *, up: bool, fenced: bool, serving: bool) -> None:
+        self._gauges["weightsync_engine_up"].set(up)
+        self._gauges["weightsync_fenced"].set(fenced)
+        self._gauges["weightsync_serving"].set(serving)
+
+    def set_live_checked(self) -> None:
+        self._gauges["weightsync_live_check_timestamp_seconds"].set_to_current_time()
+
+    def track_loads(self, up: Callable[[], float], arena_bytes: Callable[[], float]) -> None:
+        self._gauges["weightsync_loader_up"].set_function(up)
+        self._gauges["weightsync_arena_bytes"].set_function(arena_bytes)
+
+    def remove(self) -> None:
+        self.set_served({})
+        for gauge in self._families.gauges.values():
+            gauge.remove(self._families.model, self._engine)
+
 
 #: DESIGN section 12, in order.
 INVARIANTS = (
@@ -67,15 +162,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # the library annota
 
 
 class Metrics:
-    """Counts and times for one server.
-
-    Args:
-        model: The configured model, the only value of the label `model`.
-
-    Attributes:
-        registry: Where the metrics live.
-        bounds: What is under way and must end.
-    """
+    """Counts and times of one server, whose `model` is the only value of the label `model`."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -134,76 +221,60 @@ class Metrics:
         )
 
     def histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        """Return a new histogram of this model."""
         histogram = Histogram(name, text, ["model"], buckets=tuple(buckets), registry=self.registry)
         return histogram.labels(self._model)
 
     def counter(self, name: str, text: str) -> Counter:
-        """Return a new counter of this model."""
         return Counter(name, text, ["model"], registry=self.registry).labels(self._model)
 
     def counters(
         self, name: str, text: str, label: str, values: Iterable[str]
     ) -> Mapping[str, Counter]:
-        """Return the new counters of this model by the value of one more label."""
         family = Counter(name, text, ["model", label], registry=self.registry)
         return {value: family.labels(self._model, value) for value in values}
 
     def gauges(
         self, name: str, text: str, label: str, values: Iterable[str]
     ) -> Mapping[str, Gauge]:
-        """Return the new gauges of this model by the value of one more label."""
         family = Gauge(name, text, ["model", label], registry=self.registry)
         return {value: family.labels(self._model, value) for value in values}
 
     def gauge(self, name: str, text: str) -> Gauge:
-        """Return a new gauge of this model."""
         return Gauge(name, text, ["model"], registry=self.registry).labels(self._model)
 
     def observe_phase(self, phase: str, seconds: float) -> None:
-        """Add one duration to the histogram of a phase in `PHASES`."""
         self._phases[phase].observe(seconds)
 
     def count_push(self, outcome: str) -> None:
-        """Count the end of a push: one of `PUSH_OUTCOMES`."""
         self._pushes[outcome].inc()
 
     def count_apply(self, outcome: str) -> None:
-        """Count the end of an apply: one of `APPLY_OUTCOMES`."""
         self._applies[outcome].inc()
         if outcome == "applied":
             self._last_apply.set(clock.wall())
 
     def count_delta(self, counts: DeltaCounts) -> None:
-        """Count a delta that was committed."""
         self.deltas.count(counts)
 
     def count_fallback(self, reason: str) -> None:
-        """Count a full push of a trainer that would have sent a delta, and why it did not."""
         self.deltas.count_fallback(reason)
 
     def count_live_check(self, outcome: str) -> None:
-        """Count a comparison of all live parameters: one of `LIVE_CHECK_OUTCOMES`."""
         self._live_checks[outcome].inc()
 
     def count_cast(self, tensors: int) -> None:
-        """Count tensors that were cast to the dtype that the engine has."""
         self._cast.inc(tensors)
 
     def add_received(self, size: int) -> None:
-        """Count received bytes."""
         self._received.inc(size)
 
     def add_written(self, size: int) -> None:
-        """Count bytes written into parameters."""
         self._written.inc(size)
 
     def count_fetcher_restart(self) -> None:
-        """Count a fetcher that was started again."""
         self._restarts.inc()
 
     def count_ingest_restart(self) -> None:
-        """Count an ingest process that was started again."""
         self._ingest_restarts.inc()
 
     def violate(self, invariant: str) -> None:
@@ -212,16 +283,13 @@ class Metrics:
         self._violations.labels(invariant).inc()
 
     def violations(self) -> dict[str, int]:
-        """Return the violations seen of each invariant."""
         values = {name: self._violations.labels(name) for name in INVARIANTS}
         return {name: int(child._value.get()) for name, child in values.items()}  # noqa: SLF001 - the library offers no other way to read a counter
 
     def engine(self, name: str) -> EngineMetrics:
-        """Return what is shown of an engine."""
         return EngineMetrics(self._engines, name)
 
     def track(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a gauge that is read when it is scraped."""
         self.gauge(name, text).set_function(read)
 
     def track_served_age(self, commit_time_ns: Callable[[], int]) -> None:
@@ -237,12 +305,6 @@ class Metrics:
 
 
 class DeltaMetrics:
-    """Counts of the deltas of one model.
-
-    Args:
-        metrics: Those of the model; they hold these.
-    """
-
     def __init__(self, metrics: Metrics) -> None:
         self._bytes = metrics.counter(
             "weightsync_delta_bytes_total", "Bytes of the shards of committed deltas."
@@ -271,7 +333,6 @@ class DeltaMetrics:
         )
 
     def count(self, counts: DeltaCounts) -> None:
-        """Count a delta that was committed."""
         self._bytes.inc(counts.delta_bytes)
         self._dense.inc(counts.dense_bytes)
         self._fraction.set(counts.fraction)
@@ -279,21 +340,13 @@ class DeltaMetrics:
             self._tensors[coding].inc(tensors)
 
     def count_fallback(self, reason: str) -> None:
-        """Count a full push and why it was no delta."""
         self._fallbacks[reason if reason in FALLBACKS else FALLBACKS[-1]].inc()
 
     def count_fold(self) -> None:
-        """Count a delta that is kept in full now."""
         self._folds.inc()
 
 
 class LoaderMetrics:
-    """Counts of the loads of one model's versions beside generation.
-
-    Args:
-        metrics: Those of the model; they hold these.
-    """
-
     def __init__(self, metrics: Metrics) -> None:
         self._seconds = metrics.histogram(
             "weightsync_load_seconds",
@@ -307,9 +360,8 @@ class LoaderMetrics:
     def count(self, seconds: float, restarts: int) -> None:
         """Count a load that every rank has ended.
 
-        Args:
-            seconds: Of the slowest rank; 0: nothing had to be loaded.
-            restarts: Loaders that were started again since the load before.
+        `seconds` are the slowest rank's, or 0 if nothing had to be loaded; `restarts` counts
+        loaders started again since the load before.
         """
         if seconds:
             self._seconds.observe(seconds)

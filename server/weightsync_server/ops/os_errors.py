@@ -1,19 +1,17 @@
-"""What an error of the operating system means for a caller: one table for the whole server."""
+"""What an error of the operating system means for a caller: one table for the whole server.
+
+`what` is always the act, as the subject of a sentence, such as "writing shard 3".
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire.file_limits import file_limit_remedy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["read_fault", "system_fault", "to_refusal", "translate_os_errors", "write_fault"]
+from weightsync.process_limits import file_limit_remedy, open_files_remedy
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_HANDLES = frozenset({errno.EMFILE, errno.ENFILE})
@@ -24,7 +22,7 @@ def _common(error: OSError, what: str) -> WeightSyncError | None:
     if error.errno in _NO_HANDLES:
         return WeightSyncError(
             Reason.DISK_EXHAUSTED,
-            f"{what} failed: {error.strerror}; raise the limit on open files",
+            f"{what} failed: {error.strerror}; {open_files_remedy(error)}",
         )
     if error.errno in _NO_MEMORY:
         return WeightSyncError(
@@ -34,22 +32,17 @@ def _common(error: OSError, what: str) -> WeightSyncError | None:
 
 
 def write_fault(error: OSError, what: str) -> WeightSyncError:
-    """Return the refusal for an error met while writing; nothing that was written counts.
-
-    Args:
-        error: What the operating system said.
-        what: The act, as the subject of a sentence, such as "writing shard 3".
-    """
     if error.errno in _NO_SPACE:
         return WeightSyncError(
             Reason.DISK_EXHAUSTED,
-            f"{what} failed: {error.strerror}; free space in the store or delete versions",
+            f"{what} failed: {error.strerror}; free space on that disk, or delete versions if it "
+            "is the store's",
         )
     if error.errno == errno.EFBIG:
         return WeightSyncError(
             Reason.DISK_EXHAUSTED, f"{what} failed: {error.strerror}; {file_limit_remedy()}"
         )
-    remedy = "check the store's disk"
+    remedy = "check that disk"
     if error.errno == errno.EROFS:
         remedy = "mount that disk so that it can be written: its kernel log says why it is not"
     return _common(error, what) or WeightSyncError(
@@ -58,12 +51,6 @@ def write_fault(error: OSError, what: str) -> WeightSyncError:
 
 
 def read_fault(error: OSError, what: str) -> WeightSyncError:
-    """Return the refusal for an error met while reading what was stored.
-
-    Args:
-        error: What the operating system said.
-        what: The act, as the subject of a sentence, such as "reading shard 3".
-    """
     return _common(error, what) or WeightSyncError(
         Reason.DATA_CORRUPT,
         f"{what} failed: {error.strerror or error}; push the version again or restore the file",
@@ -71,12 +58,7 @@ def read_fault(error: OSError, what: str) -> WeightSyncError:
 
 
 def system_fault(error: BaseException, what: str) -> WeightSyncError | None:
-    """Return the refusal for an error that the system is to blame for; None: the fault is ours.
-
-    Args:
-        error: Whatever was raised.
-        what: The act, as the subject of a sentence.
-    """
+    """Return the refusal for an error that the system is to blame for; None: the fault is ours."""
     if isinstance(error, MemoryError):
         return WeightSyncError(
             Reason.MEMORY_EXHAUSTED, f"{what} failed: no memory is left; free memory on the host"
@@ -89,12 +71,7 @@ def system_fault(error: BaseException, what: str) -> WeightSyncError | None:
 
 
 def to_refusal(error: BaseException, what: str) -> WeightSyncError:
-    """Return what a caller is told of any error: itself, what the system said, or FAULT.
-
-    Args:
-        error: Whatever was raised.
-        what: The act, as the subject of a sentence.
-    """
+    """Return what a caller is told of any error: itself, what the system said, or FAULT."""
     if isinstance(error, WeightSyncError):
         return error
     return system_fault(error, what) or WeightSyncError(
@@ -104,14 +81,7 @@ def to_refusal(error: BaseException, what: str) -> WeightSyncError:
 
 @contextlib.contextmanager
 def translate_os_errors(what: str) -> Iterator[None]:
-    """Raise what the system refuses in the block as the refusal that it means.
-
-    Args:
-        what: The act, as the subject of a sentence.
-
-    Raises:
-        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED, FAULT.
-    """
+    """Raise what the system refuses in the block as the refusal that it means."""
     try:
         yield
     except (OSError, MemoryError) as error:

@@ -11,8 +11,6 @@ from google.protobuf.internal import api_implementation
 
 from weightsync.errors import Reason, WeightSyncError
 
-__all__ = ["tune_allocator", "tune_process"]
-
 #: Allocations between two collections; a version of 37,000 tensors is a few 100,000 objects, and
 #: walking them costs 20 to 40 ms each time.
 _GC_THRESHOLD = 200_000
@@ -23,11 +21,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def tune_process() -> None:
-    """Prepare this process and those it starts; call it once, after all modules are imported.
-
-    Raises:
-        WeightSyncError: NOT_SUPPORTED; protobuf runs on its pure-Python parser.
-    """
+    """Prepare this process and those it starts; call it once, after all modules are imported."""
     if api_implementation.Type() == "python":
         # Slow enough to stop the event loop, and its limits on nesting have failed before.
         raise WeightSyncError(
@@ -48,11 +42,10 @@ def tune_process() -> None:
 
 
 def tune_allocator() -> bool:
-    """Keep freed chunk buffers in the heap instead of giving each back to the kernel.
+    """Keep freed chunk buffers in the heap; return whether the C library took the settings.
 
     With glibc's defaults every 1 MiB chunk is a fresh mapping: 370,000 page faults per GiB and 0.6
-    of the throughput. Two arenas keep the heap of a many-threaded server from creeping. Returns
-    whether the C library took the settings (musl has no mallopt).
+    of the throughput. Two arenas keep the heap of a many-threaded server from creeping.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

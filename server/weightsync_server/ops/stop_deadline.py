@@ -14,8 +14,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-__all__ = ["StopDeadline"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds after the deadline in which the kernel ends a process that cannot even end itself:
@@ -26,11 +24,7 @@ _PLACES = 30
 
 
 class StopDeadline:
-    """Ends this process, and all that it has started, when a stop takes too long.
-
-    Args:
-        code: Exit code of a process that had to be ended.
-    """
+    """Ends this process, with exit `code`, and all that it started, when a stop takes too long."""
 
     def __init__(self, code: int) -> None:
         self._code = code
@@ -39,9 +33,7 @@ class StopDeadline:
     def begin(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to count, unless that was begun before; call it on the main thread.
 
-        Args:
-            seconds: What the stop may take.
-            loop: The server's event loop, whose tasks are told of.
+        The log says where the tasks of `loop` wait.
         """
         if self._begun:
             return
@@ -85,7 +77,6 @@ def _tell(seconds: float, children: int, places: str) -> None:
 
 
 def _unfinished(loop: asyncio.AbstractEventLoop) -> list[str]:
-    """Return where the tasks of a loop wait, and how many wait there."""
     places = Counter(_place(task) for task in asyncio.all_tasks(loop))
     return [f"{count} x {place}" for place, count in places.most_common(_PLACES)]
 
@@ -100,7 +91,6 @@ def _place(task: asyncio.Task[Any]) -> str:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

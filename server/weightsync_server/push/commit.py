@@ -9,34 +9,30 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Layout, Manifest
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.epochs import ClientRuns
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.deltas import PushedDelta
 from weightsync_server.ops.os_errors import to_refusal
+from weightsync_server.ops.tasks import is_running
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
-from weightsync_server.push.task_set import is_running
 from weightsync_server.push.validation import refused
-from weightsync_server.push.writers import check_writer
 
 if TYPE_CHECKING:
-    from weightsync.model.manifest import Layout, Manifest
-    from weightsync_server.catalog.client_runs import ClientRuns
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.deltas import PushedDelta
+    from weightsync_server.model import Model
     from weightsync_server.push.parts import Push
 
-__all__ = ["answer", "check_complete", "commit", "meet"]
 
 logger = logging.getLogger(__name__)
 
 
-def answer(
-    record: VersionRecord, runs: ClientRuns, *, durable: bool, already: bool
-) -> pb.CommitPushResponse:
-    """Return what a commit tells of a committed version."""
+def answer(model: Model, record: VersionRecord, *, already: bool) -> pb.CommitPushResponse:
     commit = record.commit
     if commit is None:
         raise WeightSyncError(Reason.FAULT, f"version {record.version} lost its commit; ask again")
-    other = runs.before(record)
+    other = model.runs.before(record)
     return pb.CommitPushResponse(
         other_run=other.run if other else "",
         other_version=other.version if other else 0,
@@ -44,7 +40,7 @@ def answer(
         version=commit.version,
         content_digest=commit.content_digest,
         manifest_digest=commit.manifest_digest,
-        durable=durable,
+        durable=model.store.durable,
         already=already,
         size_bytes=commit.size_bytes,
         tensor_count=commit.tensor_count,
@@ -53,11 +49,6 @@ def answer(
 
 
 def check_complete(push: Push, shard_count: int) -> None:
-    """Refuse the commit of a push of which something has not arrived; the push stays open.
-
-    Raises:
-        WeightSyncError: PUSH_INCOMPLETE, naming what is missing; REQUEST_INVALID.
-    """
     if shard_count and push.state.shard_count and shard_count != push.state.shard_count:
         raise refused(f"{shard_count} shards at the commit, {push.state.shard_count} at the begin")
     count = shard_count or push.state.shard_count
@@ -76,20 +67,13 @@ def check_complete(push: Push, shard_count: int) -> None:
 
 
 async def meet(push: Push, request: pb.CommitPushRequest) -> None:
-    """Return when all writers of a push have brought everything and ask for its commit.
-
-    Raises:
-        WeightSyncError: PUSH_INCOMPLETE, naming what the caller lacks; REQUEST_INVALID. Or why the
-            push has failed for all of them.
-    """
+    """Return when all writers of a push have brought everything and ask for its commit."""
     state, writer = push.state, request.writer
-    check_writer(state.writers, writer)
-    if state.writers is None:
+    state.writers.check(writer)
+    if not state.writers.several:
         return
-    each = (
-        (index, shard.writers.boxes.get(writer)) for index, shard in sorted(state.shards.items())
-    )
-    lacking = [index for index, boxes in each if boxes is None or not boxes.complete]
+    each = ((index, shard.parts.get(writer)) for index, shard in sorted(state.shards.items()))
+    lacking = [index for index, part in each if part is None or not part.complete]
     lacking += [index for index in range(state.shard_count) if index not in state.shards]
     if lacking:
         raise WeightSyncError(
@@ -110,10 +94,9 @@ async def meet(push: Push, request: pb.CommitPushRequest) -> None:
 
 
 async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
-    """Commit a push that is complete. Belongs to no call, so that none can leave it half done.
+    """Commit a complete push; it belongs to no call, so that none can leave it half done.
 
-    Raises:
-        WeightSyncError: As CommitPush; the push has failed, but for FETCHER_FAILED.
+    If this raises anything but FETCHER_FAILED, the push has failed.
     """
     version = push.state.record.version
     try:
@@ -148,29 +131,32 @@ async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
             f"the content arrived with digest {manifest.content_digest}, the trainer computed "
             f"{content_digest}; push the version again",
         )
-    durable = model.store.durable
     existing = state.existing
     if existing is not None and existing.commit is not None:
         _repeat(push, existing, manifest)
-        return answer(existing, model.runs, durable=durable, already=True)
+        return answer(model, existing, already=True)
     delta = await _delta(push, manifest)
     # The content digest that a delta's commit must tell is made of all digests.
     each = (shard.trainer_verified for shard in state.shards.values())
-    verified = (delta is not None and state.writers is None) or all(each)
+    verified = (delta is not None and not state.writers.several) or all(each)
     if existing is not None:
-        existing.push_id, existing.key = state.id, state.request.idempotency_key
+        existing.name_push(state.id, state.request.idempotency_key)
         await model.orphans.revive(
             existing, manifest, epoch=state.record.epoch, trainer_verified=verified, delta=delta
         )
         model.slots.release(state.record)
-        return answer(existing, model.runs, durable=durable, already=False)
+        return answer(model, existing, already=False)
+    if (in_place := state.record.in_place) is not None:
+        # From its commit on anybody may take it.
+        await in_place.decided()
+        check_open(state)
     await model.commits.commit(state.record, manifest, trainer_verified=verified, delta=delta)
     if state.delta is not None:
         state.delta.committed()
     else:
         _remember_headers(push, manifest.layout)
     _tell_runs(state.record, model.runs)
-    return answer(state.record, model.runs, durable=durable, already=False)
+    return answer(model, state.record, already=False)
 
 
 def _tell_runs(record: VersionRecord, runs: ClientRuns) -> None:

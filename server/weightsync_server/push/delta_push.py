@@ -1,8 +1,7 @@
-"""What a push of a delta has besides its shards: a base, memory of its own, and a version to make.
+"""What a push of a delta has besides its shards: a base, memory of its own, a version to make.
 
 The delta's shards go into scratch memory. The version's slot gets the base meanwhile, and is
-patched when every shard is here and proved, so that only what a delta really changes comes after
-the last byte.
+patched when every shard is here and proved.
 """
 
 from __future__ import annotations
@@ -10,29 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Manifest, ShardEntry, TensorEntry
+from weightsync.shm.segments import Segment
+from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.deltas import DeltaShard, PatchInput, PushedDelta
-from weightsync_server.deltas.bases import mismatch
-from weightsync_server.deltas.layout_document import write_layout
-from weightsync_server.push.task_set import is_running, start_task
-from weightsync_server.residency.loading import compare
+from weightsync_server.deltas.materializer import mismatch
+from weightsync_server.deltas.pushed_delta import write_layout
+from weightsync_server.ops.metrics import Meters
+from weightsync_server.ops.tasks import cancel_tasks, is_running, start_task
 from weightsync_server.residency.slot import slot_of
+from weightsync_server.residency.stager import compare
+from weightsync_server.workers.fetch.fetch_api import TensorDelta
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from weightsync.model.manifest import Manifest, ShardEntry, TensorEntry
-    from weightsync.shm.segments import Segment
-    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.model import Model
-    from weightsync_server.ops.meters import Meters
-    from weightsync_server.push.shard_state import ShardState
-    from weightsync_server.workers.fetch.delta_summary import TensorDelta
+    from weightsync_server.push.shard_part import ShardState
 
-__all__ = ["DeltaPush"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +41,10 @@ _WRONG = frozenset({Reason.DATA_CORRUPT, Reason.SHARD_INVALID})
 
 
 class DeltaPush:
-    """The part of a push that deltas alone have. Its base stays for as long as it is open.
+    """The part of a push that deltas alone have; its base stays for as long as it is open.
 
-    Args:
-        model: What both are versions of.
-        record: The version that it brings.
-        base: The version that it changes.
-        meters: Durations.
-
-    Attributes:
-        base: As given.
-        scratch: Memory of its shards.
-        pushed: What was pushed, once the version is made, until the push has ended.
+    `scratch` is the memory of its own shards. `pushed` is set from when the version is made until
+    the push ends.
     """
 
     def __init__(
@@ -73,28 +62,20 @@ class DeltaPush:
         self._shards: dict[int, tuple[DeltaShard, list[TensorDelta]]] = {}
         self._base_build: asyncio.Task[None] | None = None
         self._ended = False
-        base.holds += 1
-        record.base = base
+        base.retain()
+        record.base_on(base)
 
     def check_layout(self, tensors: Sequence[TensorEntry]) -> None:
-        """Refuse a shard that is none of a delta, before its bytes come.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID.
-        """
         if len(tensors) != 3 or not all(tensor.name.startswith(_PREFIX) for tensor in tensors):
             raise WeightSyncError(
                 Reason.LAYOUT_INVALID,
-                f"a shard of a delta holds three tensors {_PREFIX}*, as docs/delta-format.md says; "
+                f"a shard of a delta holds three tensors {_PREFIX}*, as "
+                "docs/reference/delta-format.md says; "
                 "push other tensors in full",
             )
 
     async def equip(self) -> None:
-        """Get memory for the whole version, in the record's slot, and begin to lay the base there.
-
-        Raises:
-            WeightSyncError: MEMORY_EXHAUSTED, DATA_CORRUPT.
-        """
+        """Get memory for the whole version, in the record's slot, and begin to lay the base."""
         self._manifest = self._manifest or await self._model.commits.manifest(self.base)
         await self._model.slots.promise(slot_of(self._record), self._manifest.layout.size)
         await write_layout(self.scratch, self._model.segments, self._manifest)
@@ -106,21 +87,12 @@ class DeltaPush:
         return DeltaPush(self._model, self._record, self.base, self._meters)
 
     async def inspect(self, upload: ShardState, segment: Segment) -> None:
-        """Prove that a shard is a part of this delta, whole.
-
-        Raises:
-            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, ...
-        """
         await self._inspect(upload.index, upload.entry, segment)
 
     async def build(self, container: Manifest) -> Manifest:
-        """Make the version in its slot and return its manifest, proved by all its digests.
+        """Make the version in its slot; return its manifest, proved by all its digests.
 
-        Args:
-            container: The manifest of the delta's own shards.
-
-        Raises:
-            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, BASE_MISMATCH, FETCHER_FAILED, ...
+        `container` is the manifest of the delta's own shards.
         """
         started = time.perf_counter()
         base = self._base_manifest
@@ -140,7 +112,6 @@ class DeltaPush:
         return manifest
 
     def committed(self) -> None:
-        """Take note that the version is committed."""
         if self.pushed is not None:
             if self.pushed.kept:
                 self._model.materializer.remember(self._record, self._ordered())
@@ -148,20 +119,16 @@ class DeltaPush:
 
     @property
     def is_building_base(self) -> bool:
-        """The base is being laid."""
         return is_running(self._base_build)
 
     async def cease(self) -> None:
-        """Work on the slot no more."""
-        if self._base_build is not None:
-            self._base_build.cancel()
-            await asyncio.wait([self._base_build])
+        await cancel_tasks(self._base_build)
 
     def end(self) -> None:
         """Let go of the base and of what came, give the memory back; further calls do nothing."""
         if not self._ended:
             self._ended = True
-            self.base.holds -= 1
+            self.base.let_go()
             self._model.slots.discard(self.scratch)
             self._model.slots.wake()
             # Pushes that have ended are remembered by the hundred.

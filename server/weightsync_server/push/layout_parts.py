@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import check_shard
-from weightsync.model.manifest import ShardEntry
+from weightsync.model.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.push.shard_state import ShardState
+from weightsync_server.catalog.commits import KnownLayout
+from weightsync_server.push.shard_part import ShardState
 from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import refused, tensor_entries
 
 if TYPE_CHECKING:
-    from weightsync.model.manifest import TensorEntry
-    from weightsync_server.catalog.accepted_tensors import AcceptedTensors
-    from weightsync_server.catalog.engine_layouts import EngineLayouts
-    from weightsync_server.catalog.layout_cache import KnownLayout
-    from weightsync_server.push.limits import PushLimits
+    from weightsync_server.model import Model
     from weightsync_server.push.pipeline import ShardPipeline
+    from weightsync_server.push.push_settings import PushSettings
     from weightsync_server.push.reservation import PushReservation
     from weightsync_server.push.state import PushState
 
-__all__ = ["PushLayout"]
 
 #: Of a push whose engines nobody could ask for so long no more is asked, seconds.
 _PATIENCE_S = 5.0
@@ -33,30 +30,19 @@ _INLINE_TENSORS = 256
 
 
 class PushLayout:
-    """The layout of one push, as far as it was declared.
-
-    Args:
-        state: The push, whose `shards` this fills.
-        reservation: Where they go.
-        accepted: Asks the engine whether it takes their tensors.
-        engine_layouts: Asks it whether they are all that it needs.
-        limits: Bounds on it.
-        pipeline: Runs what takes time.
-    """
+    """The layout of one push, as far as it was declared; it fills the `shards` of `state`."""
 
     def __init__(
         self,
         state: PushState,
         reservation: PushReservation,
-        accepted: AcceptedTensors,
-        engine_layouts: EngineLayouts,
-        limits: PushLimits,
+        model: Model,
+        limits: PushSettings,
         pipeline: ShardPipeline,
     ) -> None:
         self._state = state
         self._reservation = reservation
-        self._accepted = accepted
-        self._engine_layouts = engine_layouts
+        self._model = model
         self._limits = limits
         self._pipeline = pipeline
         self._tensors = 0
@@ -66,7 +52,9 @@ class PushLayout:
         self._waited_s = 0.0
 
     def clear(self) -> None:
-        """Let go of all shards, once nothing works on them."""
+        for shard in self._state.shards.values():
+            # They name each other: thousands of digests would stay until the next collection.
+            shard.parts = {}
         self._state.shards = {}
         self._state.known = None
         self._tensors, self._names = 0, set()
@@ -79,15 +67,9 @@ class PushLayout:
         self._state.declared_bytes = 0
 
     def finish(self) -> None:
-        """Take no more shards than there are."""
         self._state.shard_count = len(self._state.shards)
 
     def take_known(self, known: KnownLayout) -> None:
-        """Take a whole layout that the server knows.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID, MEMORY_EXHAUSTED.
-        """
         if self._state.shard_count not in (0, len(known.layout.shards)):
             raise refused(
                 f"shard_count is {self._state.shard_count}, the layout named by layout_digest has "
@@ -104,15 +86,7 @@ class PushLayout:
     async def add(self, part: pb.LayoutPart, stream: object, writer: int = 0) -> None:
         """Take a part of a shard's layout; the last one is checked and reserves memory.
 
-        Of several writers each may send it: it is compared with what is known.
-
-        Args:
-            part: The part.
-            stream: Brings it.
-            writer: Who sends that.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID, REQUEST_INVALID, SHARD_BUSY, MEMORY_EXHAUSTED.
+        Each writer may send it: it is compared with what is known.
         """
         if len(part.shard_name.encode()) > 255:
             raise refused("shard_name is over 255 bytes; shorten it")
@@ -123,14 +97,14 @@ class PushLayout:
         if shard.tensors is not None:
             same = shard.same_layout
             if not (await asyncio.to_thread(same, part, entries) if large else same(part, entries)):
-                if self._state.writers is not None:
+                if self._state.writers.several:
                     raise _contradicted(shard, entries, writer)
                 raise refused(
                     f"shard {part.shard} has another layout already; the layout of a shard is sent "
                     "once"
                 )
             return
-        shard.own(stream)
+        shard.describer = stream
         shard.add(part, entries)
         pending = sum(other.pending_tensors for other in self._state.shards.values())
         if self._tensors + pending > self._limits.max_tensors:
@@ -139,7 +113,7 @@ class PushLayout:
                 f"the version holds over {self._limits.max_tensors} tensors, the most there may be",
             )
         if part.last:
-            parts = shard.take_parts()
+            parts = shard.take_described()
             if len(parts) > _INLINE_TENSORS:
                 tensors = await asyncio.to_thread(check_shard, shard.entry, parts)
                 check_open(self._state)
@@ -147,7 +121,6 @@ class PushLayout:
                 tensors = check_shard(shard.entry, parts)
             self._check(tensors)
             self._accept(shard, tensors)
-            shard.owner = None
             if shard.tasks.checking is not None:
                 await asyncio.wait([shard.tasks.checking])
                 check_open(self._state)
@@ -155,8 +128,10 @@ class PushLayout:
     async def _turn(self, part: pb.LayoutPart, stream: object) -> ShardState:
         """Return a shard; where several writers send its layout, when no other is doing so."""
         shard = self._shard_for(part)
-        while self._state.writers is not None and shard.described_elsewhere(stream):
-            await shard.writers.layout_ended.wait()
+        while shard.described_elsewhere(stream):
+            if not self._state.writers.several:
+                raise shard.sent_elsewhere()
+            await shard.layout_ended.wait()
             check_open(self._state)
             shard = self._shard_for(part)
         return shard
@@ -192,7 +167,7 @@ class PushLayout:
                 f"{promised}; declare the right sum or none",
             )
         self._tensors += len(tensors)
-        shard.describe(tensors)
+        shard.describe(tensors, as_file=not self._state.writers.several)
         if self._asks:
             shard.tasks.checking = self._pipeline.start(
                 self._ask_engine(tensors, whole=self._is_whole(self._state.shard_count)),
@@ -208,7 +183,6 @@ class PushLayout:
 
     @property
     def _asks(self) -> bool:
-        """Whether the engine is asked."""
         # What an engine's memory has, it takes; nor could it be asked in a transaction.
         asked = self._state.delta is None and not self._state.record.in_place
         return asked and self._state.existing is None
@@ -221,11 +195,7 @@ class PushLayout:
         return described and not part and not self._state.record.backfill
 
     async def check_whole(self) -> None:
-        """Refuse a push that lacks tensors, of which it was not known before how many there are.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED, naming them.
-        """
+        """Refuse a push that lacks tensors, of which it was not known before how many there are."""
         known = self._state.request.shard_count or self._state.known
         asks = self._asks and not self._unchecked
         if asks and not known and self._is_whole(len(self._state.shards)):
@@ -234,29 +204,25 @@ class PushLayout:
     async def _refuse_lacking(self) -> None:
         known = self._state.known.layout if self._state.known is not None else None
         tensors = [t for shard in self._state.shards.values() for t in shard.tensors or ()]
-        await self._engine_layouts.check_whole(tensors, known)
+        await self._model.engine_layouts.check_whole(tensors, known)
 
     async def _ask_engine(self, tensors: tuple[TensorEntry, ...], *, whole: bool) -> None:
         """Refuse a push whose tensors the engine does not take; label it where none tells."""
         if self._waited_s < _PATIENCE_S:
             began = clock.monotonic()
-            if not await self._accepted.check(tensors):
+            if not await self._model.accepted.check(tensors):
                 # With dozens of shards each would wait for what has the engine, one by one.
                 self._waited_s += clock.monotonic() - began
                 self._unchecked = True
         if whole and not self._unchecked:
             await self._refuse_lacking()
         checks = pb.LAYOUT_CHECK_UNCHECKED if self._unchecked else pb.LAYOUT_CHECK_PASSED
-        self._state.record.layout_check = checks
+        self._state.record.check_layout(checks)
 
     def take(
         self, index: int, entry: ShardEntry, tensors: tuple[TensorEntry, ...]
     ) -> ShardState | None:
-        """Return a shard whose checked layout is known; None: it has another.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID, MEMORY_EXHAUSTED.
-        """
+        """Return a shard whose checked layout is known; None: it has another."""
         shard = self._state.shards.get(index)
         if shard is None:
             shard = self._state.shards[index] = ShardState(index, entry)
@@ -266,7 +232,6 @@ class PushLayout:
 
 
 def _contradicted(shard: ShardState, entries: list[TensorEntry], writer: int) -> WeightSyncError:
-    """Return the refusal of a writer whose layout is not that of the others."""
     known = {tensor.name: tensor for tensor in shard.tensors or ()}
     what = f"shard {shard.index} in another way"
     for tensor in entries:

@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ops.metrics import Meters
+from weightsync_server.ops.tasks import TaskSet, is_running
 from weightsync_server.push.progress import progress
 from weightsync_server.push.state import Phase
-from weightsync_server.push.task_set import TaskSet, is_running
+from weightsync_server.residency.orphans import OrphanReaper
+from weightsync_server.store.store_records import ShardCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from weightsync_server.ops.meters import Meters
-    from weightsync_server.push.announcement import PushAnnouncement
-    from weightsync_server.push.limits import PushLimits
+    from weightsync_server.push.progress import PushAnnouncement
+    from weightsync_server.push.push_settings import PushSettings
     from weightsync_server.push.reservation import PushReservation
     from weightsync_server.push.state import PushState
-    from weightsync_server.residency.orphans import OrphanReaper
-    from weightsync_server.store.store_records import ShardCheckpoint
 
-__all__ = ["FATAL", "PushLifecycle", "SegmentWriter"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +44,6 @@ FATAL = frozenset(
 
 
 class SegmentWriter(Protocol):
-    """Another process that may write into the segments of a push."""
-
     async def cease(self) -> None:
         """Return when it writes no more, and never will for this push's stream."""
 
@@ -55,32 +51,23 @@ class SegmentWriter(Protocol):
 class PushLifecycle:
     """Begins and ends what a push as a whole goes through.
 
-    It is open until `committed` or `error` of its state is set; either is set once and for ever.
-    With `error` the slot is freed and everything stored of it removed, once nothing works on it
-    any more.
+    It is open until `committed` or `error` of its state is set, once and for ever. With `error` the
+    slot is freed and everything stored of it removed, once nothing works on it any more.
 
-    Args:
-        state: The push.
-        orphans: Drops its version when it fails.
-        limits: Bounds on it.
-        meters: Counts.
-        reservation: Of its memory and disk.
-        announcement: What engines know of it.
-        suspend: Called when nobody has used it for a while.
-        on_end: Called once, when it is committed, or has failed and freed everything.
+    `suspend` is called when the push was not used for a while, `on_end` once, when it is committed,
+    or has failed and freed everything.
 
     Attributes:
-        tasks: What is under way.
         writers: Ingest processes that may write into its segments now.
         opened: Done when the push has its slot, or has failed to get one.
-        awaiting: Calls that wait for it, without which it would not go on.
+        awaiting: Calls without which it would not go on.
     """
 
     def __init__(
         self,
         state: PushState,
         orphans: OrphanReaper,
-        limits: PushLimits,
+        limits: PushSettings,
         meters: Meters,
         reservation: PushReservation,
         announcement: PushAnnouncement,
@@ -105,7 +92,6 @@ class PushLifecycle:
 
     @property
     def phase(self) -> Phase:
-        """How far the push has come."""
         state = self._state
         if state.error is not None:
             return Phase.FAILED
@@ -121,7 +107,6 @@ class PushLifecycle:
 
     @property
     def ended(self) -> bool:
-        """It is committed, or has failed."""
         return self._state.error is not None or self._state.committed is not None
 
     # Use
@@ -143,13 +128,8 @@ class PushLifecycle:
         return self._idle.when() if self._idle is not None else 0.0
 
     def join(self) -> None:
-        """A stream begins to serve the push.
-
-        Raises:
-            WeightSyncError: LIMIT_EXCEEDED.
-        """
         writers = self._state.writers
-        most = max(self._limits.max_streams, 2 * writers.count if writers is not None else 0)
+        most = max(self._limits.max_streams, 2 * writers.count if writers.several else 0)
         if self._state.streams >= most:
             raise WeightSyncError(
                 Reason.LIMIT_EXCEEDED,
@@ -162,21 +142,18 @@ class PushLifecycle:
     def leave(self, stream: object) -> None:
         """A stream ends; what it owned can be sent by another."""
         for shard in list(self._state.shards.values()):
-            if shard.owner is stream:
-                shard.owner = None
-                if shard.tensors is None:
-                    # A layout that was cut is sent again from its beginning.
-                    del self._state.shards[shard.index]
-                    shard.writers.layout_ended.set()
-            for boxes in shard.writers.boxes.values():
-                if boxes.owner is stream:
-                    boxes.owner = None
+            if shard.describer is stream:
+                # A layout that was cut is sent again from its beginning.
+                del self._state.shards[shard.index]
+                shard.layout_ended.set()
+            for part in shard.parts.values():
+                if part.owner is stream:
+                    part.owner = None
         self._state.streams -= 1
         self.touch()
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Count a call that waits for the push in the block."""
         self.awaiting += 1
         try:
             yield
@@ -186,10 +163,8 @@ class PushLifecycle:
     # Changes
 
     def open(self) -> None:
-        """The push has what it needs for its bytes."""
         self.opened.set_result(None)
-        if self._state.writers is not None:
-            self._state.writers.start()
+        self._state.writers.start()
         # Whoever waits may be cancelled before it hears of it: then the idle timeout ends the push.
         self.touch()
 
@@ -198,11 +173,7 @@ class PushLifecycle:
         self._state.recorded = True
 
     def suspend(self, checkpoints: dict[int, ShardCheckpoint]) -> None:
-        """The push has no slot any more, but what was made durable of it.
-
-        Args:
-            checkpoints: That, by shard.
-        """
+        """The push has no slot any more, but what was made durable of it."""
         self._state.suspended = checkpoints
         self.tasks.sealing = self.tasks.resuming = None
         self.opened = asyncio.get_running_loop().create_future()
@@ -211,22 +182,18 @@ class PushLifecycle:
             delta.end()
 
     def recover(self, checkpoints: dict[int, ShardCheckpoint]) -> None:
-        """The push was open in an earlier life of the server; see `suspend`."""
         self._state.recorded = self._state.recovered = True
         self._state.suspended = checkpoints
 
     def resume(self) -> dict[int, ShardCheckpoint]:
-        """The push has a slot again; return what was made durable of it."""
         checkpoints, self._state.suspended = self._state.suspended or {}, None
         return checkpoints
 
     def fail(self, error: WeightSyncError, outcome: str = "failed", why: str = "") -> None:
         """End the push without a commit; what was committed already stays.
 
-        Args:
-            error: What those are told who still work on it.
-            outcome: What it counts as.
-            why: What the log says in place of that.
+        Callers that still work on it get `error`. It is counted as `outcome`; the log says `why`
+        instead of the error's message.
         """
         if self.ended:
             return
@@ -234,7 +201,7 @@ class PushLifecycle:
         self._state.failed_at = asyncio.get_running_loop().time()
         self.touch()
         self._announcement.end()
-        self._part_writers()
+        self._state.writers.close()
         if not self.opened.done():
             self.opened.set_result(None)
         version = self._state.record.version
@@ -244,11 +211,10 @@ class PushLifecycle:
         self._reservation.disk.end(error, self.tasks.closing)
 
     def succeed(self, response: pb.CommitPushResponse) -> None:
-        """End the push with its answer."""
         self._state.committed = response
         self.touch()
         self._announcement.end()
-        self._part_writers()
+        self._state.writers.close()
         self._meters.count_push("already" if response.already else "committed")
         if not response.already:
             self._meters.count_cast(min(self._state.cast_tensors, response.tensor_count))
@@ -260,7 +226,6 @@ class PushLifecycle:
         self._state.committed = response
 
     def again(self) -> pb.CommitPushResponse:
-        """Return the answer to a commit that was done before."""
         response = pb.CommitPushResponse()
         if self._state.committed is not None:
             response.CopyFrom(self._state.committed)
@@ -268,15 +233,10 @@ class PushLifecycle:
         return response
 
     async def closed(self) -> None:
-        """Wait until a push that failed has freed everything."""
         if self.tasks.closing is not None:
             await asyncio.shield(self.tasks.closing)
 
     # The end
-
-    def _part_writers(self) -> None:
-        if self._state.writers is not None:
-            self._state.writers.close()
 
     async def _close(self) -> None:
         state = self._state
@@ -306,7 +266,7 @@ class PushLifecycle:
         await asyncio.gather(*starting, return_exceptions=True)
         tasks: list[asyncio.Task[Any]] = []
         for shard in self._state.shards.values():
-            for task in shard.tasks.cancellable:
+            for task in shard.cancellable:
                 if task is not None:
                     task.cancel()
                     tasks.append(task)

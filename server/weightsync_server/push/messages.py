@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from weightsync.v1 import weightsync_pb2 as pb
 
-__all__ = ["ChunkView", "Message", "plain_chunk", "read_message"]
-
 # Tags of the fields that a chunk is made of, by their numbers in the proto.
 _CHUNK, _SHARD, _OFFSET, _DATA = 0x22, 0x08, 0x10, 0x1A
 _MAX_SHARD = (1 << 32) - 1
@@ -16,13 +14,7 @@ _MAX_VARINT_BYTES = 9
 
 
 class ChunkView(NamedTuple):
-    """A chunk whose data lies in the message that it came in.
-
-    Attributes:
-        shard: Index of the shard.
-        offset: Of the first byte in the shard.
-        data: A view; it keeps the whole message.
-    """
+    """A chunk in its message, which `data` keeps alive; `offset` is its place in the shard."""
 
     shard: int
     offset: int
@@ -35,20 +27,13 @@ Message = pb.PushWeightsRequest | ChunkView
 def read_message(message: bytes) -> Message:
     """Return what the generated parser would, a chunk as a view of the message.
 
-    Only what is one chunk and nothing else, its fields in order and each at most once, as every
-    generated client writes it, becomes a view; protobuf reads the rest.
-
-    Args:
-        message: A serialised PushWeightsRequest.
-
-    Raises:
-        DecodeError: It is none.
+    Only a message in the form that generated clients write becomes a view; protobuf reads the rest.
+    Raises DecodeError when it is no serialised PushWeightsRequest.
     """
     return plain_chunk(message) or pb.PushWeightsRequest.FromString(message)
 
 
 def plain_chunk(message: bytes) -> ChunkView | None:
-    """Return the chunk that a message is, or None where protobuf must read it."""
     size = len(message)
     shard = offset = 0
     try:
@@ -68,7 +53,6 @@ def plain_chunk(message: bytes) -> ChunkView | None:
 
 
 def _number(message: bytes, at: int, tag: int) -> tuple[int, int]:
-    """Return the number that follows a tag, and where what is behind it begins."""
     if message[at] != tag:
         raise ValueError
     number = 0

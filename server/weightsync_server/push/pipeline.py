@@ -1,4 +1,4 @@
-"""One shard from its first byte to its proof, then the manifest of all of them.
+"""One shard from its first byte, durable on the way, to its proof; then the manifest of all.
 
 Nothing below knows a push's life: it raises, and what runs it here fails the push.
 """
@@ -8,43 +8,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
-from weightsync_server.ops.os_errors import to_refusal
-from weightsync_server.push.box_changes import lay_changes
-from weightsync_server.push.part_push import PartPush
+from weightsync.shm.segments import Segment
+from weightsync_server.ops.metrics import Meters
+from weightsync_server.ops.os_errors import to_refusal, translate_os_errors
+from weightsync_server.ops.tasks import is_running, start_task
+from weightsync_server.push.partial_push import PartPush
 from weightsync_server.push.progress import missing
+from weightsync_server.push.shard_part import PartFraming, ShardPart, ShardState
+from weightsync_server.push.slice_changes import lay_changes
 from weightsync_server.push.state import check_open
-from weightsync_server.push.task_set import is_running, start_task
 from weightsync_server.push.verification import (
     check_arrived_header,
+    check_file,
     check_taken_back,
     verify,
-    verify_boxes,
+    verify_slices,
 )
+from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from weightsync.shm.segments import Segment
-    from weightsync_server.catalog.commits import CommitService
-    from weightsync_server.catalog.table import VersionTable
-    from weightsync_server.ops.meters import Meters
-    from weightsync_server.push.announcement import PushAnnouncement
-    from weightsync_server.push.checkpoint import Checkpointer
+    from weightsync_server.model import Model
     from weightsync_server.push.lifecycle import PushLifecycle
+    from weightsync_server.push.progress import PushAnnouncement
+    from weightsync_server.push.push_settings import PushSettings
     from weightsync_server.push.reservation import PushReservation
-    from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.state import PushState
-    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["ShardPipeline"]
 
 logger = logging.getLogger(__name__)
+
 
 _T = TypeVar("_T")
 
@@ -53,20 +52,6 @@ _PASSING = frozenset({Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN})
 
 
 class ShardPipeline:
-    """Takes the shards of one push on, whoever brings their bytes.
-
-    Args:
-        state: The push.
-        lifecycle: Fails it.
-        reservation: Where its shards go.
-        checkpointer: Makes them durable as they come.
-        announcement: What engines know of them.
-        table: The versions of its model.
-        commits: Makes its manifest.
-        fetch: Works on its bytes.
-        meters: Counts and durations.
-    """
-
     def __init__(
         self,
         state: PushState,
@@ -74,9 +59,7 @@ class ShardPipeline:
         reservation: PushReservation,
         checkpointer: Checkpointer,
         announcement: PushAnnouncement,
-        table: VersionTable,
-        commits: CommitService,
-        fetch: FetchApi,
+        model: Model,
         meters: Meters,
     ) -> None:
         self._state = state
@@ -84,9 +67,8 @@ class ShardPipeline:
         self._reservation = reservation
         self._checkpointer = checkpointer
         self._announcement = announcement
-        self._table = table
-        self._commits = commits
-        self._fetch = fetch
+        self._model = model
+        self._fetch = model.fetch
         self._meters = meters
         #: When the first bytes came, by the event loop's clock; 0: not yet.
         self._first_byte_at = 0.0
@@ -96,26 +78,17 @@ class ShardPipeline:
     # For those who bring the bytes
 
     def begin_receive(self) -> None:
-        """Take note that bytes come; further calls do nothing."""
         if not self._first_byte_at:
             self._first_byte_at = asyncio.get_running_loop().time()
 
     async def ready(self, shard: ShardState) -> Segment:
-        """Return the shard's segment, with what survived a crash.
-
-        Raises:
-            WeightSyncError: As `allocated`.
-        """
+        """Return the shard's segment, with what survived a crash."""
         if shard.tasks.restore is not None:
             await asyncio.wait([shard.tasks.restore])
         return await self.allocated(shard)
 
     async def allocated(self, shard: ShardState) -> Segment:
-        """Return the shard's segment, made by now, whatever is in it; the engine may take it.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push has failed.
-        """
+        """Return the shard's segment, made by now, whatever is in it; the engine may take it."""
         checking, allocation = shard.tasks.checking, shard.tasks.allocation
         if is_running(checking):
             await asyncio.wait([checking])
@@ -126,28 +99,32 @@ class ShardPipeline:
             raise WeightSyncError(Reason.FAULT, f"shard {shard.index} has no memory; push again")
         return shard.segment
 
-    async def advance(self, shard: ShardState, segment: Segment) -> None:
-        """Do what is due when the received bytes have reached the shard's watermark.
+    async def advance(self, part: ShardPart) -> None:
+        """Do what is due when the received bytes have reached the part's watermark."""
+        shard, segment = part.shard, part.shard.segment
+        if part.framing is PartFraming.FILE and segment is not None:
+            await self._check_header(shard, segment)
+            if not part.complete:
+                await self._checkpoint(part, segment)
+            elif shard.tasks.verification is None:
+                await failpoints.reach("receive.shard")
+                part.owner = None
+        if segment is not None:
+            self.take_arrived(shard)
 
-        Raises:
-            WeightSyncError: SHARD_INVALID when the header is not the layout's.
-        """
-        await self._check_header(shard, segment)
-        if not shard.complete:
-            await self._checkpoint(shard, segment)
-        elif shard.tasks.verification is None:
-            await failpoints.reach("receive.shard")
-            shard.owner = None
-            self._last_byte_at = asyncio.get_running_loop().time()
-            self.verify(shard)
-
-    def advance_boxes(self, shard: ShardState) -> None:
-        """Take a shard on that several writers bring, once the boxes of all of them are here."""
-        if not shard.writers.complete or shard.tasks.verification is not None:
+    def take_arrived(self, shard: ShardState) -> None:
+        if not shard.arrived or shard.tasks.verification is not None:
             return
-        shard.received_to(shard.entry.size)
+        shard.whole = True
         self._last_byte_at = asyncio.get_running_loop().time()
         self.verify(shard)
+
+    def take_digests(self, part: ShardPart, first: int, digests: bytes) -> None:
+        """Take digests that a writer computed, which may come before its bytes and after them."""
+        part.give(first, digests)
+        check_file(part.shard)
+        if part.framing is not PartFraming.FILE:
+            self.take_arrived(part.shard)
 
     # For the push
 
@@ -156,10 +133,8 @@ class ShardPipeline:
     ) -> asyncio.Task[_T]:
         """Return a task for a part of the push, whose failure is the push's.
 
-        Args:
-            work: What to do.
-            what: The act, as the subject of a sentence.
-            passing: Refusals that the push outlives: it is done again when it is asked for again.
+        `what` names the act, as the subject of a sentence. Refusals in `passing` do not fail the
+        push: the work is done again when asked for again.
         """
         task = start_task(self._run(work, what, passing))
         # One that is cancelled before its first step has not awaited its work.
@@ -167,29 +142,22 @@ class ShardPipeline:
         return task
 
     def verify(self, shard: ShardState) -> None:
-        """Begin to digest a complete shard and to make it durable."""
         # A task of the push: whoever brought the last of it may leave at any time.
         what = f"verifying shard {shard.index}"
-        if shard.writers.boxes:
-            # Its writers wait for each other, and nobody asks again.
-            shard.tasks.verification = self.start(self._prove_boxes(shard), what)
-        else:
-            shard.tasks.verification = self.start(self._prove(shard), what, _PASSING)
+        # Several writers wait for each other, and nobody asks again.
+        passing = frozenset() if self._state.writers.several else _PASSING
+        shard.tasks.verification = self.start(self._prove(shard), what, passing)
 
     async def sealed(self) -> Manifest:
         """Return the manifest of a complete push once every shard is verified and durable.
 
-        What failed for want of a fetcher is tried again.
-
-        Raises:
-            WeightSyncError: Why the push has failed; FETCHER_FAILED, SHUTTING_DOWN.
+        What failed with FETCHER_FAILED is tried again.
         """
         self._proceed()
         await self._verified()
         return await asyncio.shield(self._seal())
 
     def observe_receive(self) -> None:
-        """Count how long the bytes took to come, if any came."""
         if self._last_byte_at:
             # Where a restart has left nothing to send, nothing was received.
             self._meters.observe_phase("receive", self._last_byte_at - self._first_byte_at)
@@ -221,13 +189,14 @@ class ShardPipeline:
             check_open(self._state)
             shard.headed = True
 
-    async def _checkpoint(self, shard: ShardState, segment: Segment) -> None:
+    async def _checkpoint(self, part: ShardPart, segment: Segment) -> None:
         """Begin to make what came durable where it is worth it, and set the next watermark.
 
-        Returns at once, unless so much is not durable yet that a crash would lose too much.
+        Waits only when a crash would lose too much.
         """
+        shard = part.shard
         if not self._state.recorded:
-            shard.watermark = shard.entry.size
+            part.watermark = part.size
             return
         task = shard.tasks.checkpoint
         if task is None or task.done():
@@ -237,10 +206,13 @@ class ShardPipeline:
         if self._checkpointer.lags(shard):
             await asyncio.wait([task])
             check_open(self._state)
-        shard.watermark = self._checkpointer.next_watermark(shard)
+        self._checkpointer.set_watermark(shard)
 
     async def _prove(self, shard: ShardState) -> None:
-        segment = await self.allocated(shard)
+        segment = await self.ready(shard)
+        await check_taken_back(shard.index, segment, shard.parts.values())
+        await lay_changes(self._fetch, shard, segment)
+        segment.fill(0, shard.header or b"")
         # The stream that brought the last bytes may have been cut before it came to that.
         await self._check_header(shard, segment)
         digesting = asyncio.create_task(self._digest(shard, segment))
@@ -253,25 +225,18 @@ class ShardPipeline:
             await asyncio.gather(digesting, persisting, return_exceptions=True)
             raise
 
-    async def _prove_boxes(self, shard: ShardState) -> None:
-        segment = await self.ready(shard)
-        await check_taken_back(shard.index, segment, shard.writers.boxes.values())
-        await lay_changes(self._fetch, shard, segment)
-        segment.fill(0, shard.writers.header)
-        await self._prove(shard)
-
     async def _digest(self, shard: ShardState, segment: Segment) -> None:
         started = time.perf_counter()
         found = await verify(self._fetch, shard, segment)
         self._meters.observe_phase("digest", time.perf_counter() - started)
-        if shard.writers.boxes:
-            await verify_boxes(self._fetch, shard, segment, found)
+        if shard.file is None:
+            await verify_slices(self._fetch, shard, segment, found)
         if isinstance(delta := self._state.delta, PartPush):
             await delta.compose(shard, segment, found)
         elif delta is not None:
             await delta.inspect(shard, segment)
         shard.found = found
-        shard.compare()
+        check_file(shard)
         self._announcement.mark_complete(shard)
         shard.digested.set()
         self._proceed()
@@ -309,7 +274,6 @@ class ShardPipeline:
             task.result()
 
     def _proceed(self) -> None:
-        """Seal the push if all its shards are known and proved."""
         state = self._state
         # Without a count, a sum or a commit there may be shards of which nothing came yet.
         if not (state.shard_count or state.request.total_bytes) or state.error is not None:
@@ -336,7 +300,7 @@ class ShardPipeline:
                 self._lifecycle.tasks.sealing = None
             raise
         if state.existing is None and state.error is None:
-            self._table.staged(state.record, manifest)
+            self._model.table.staged(state.record, manifest)
         return manifest
 
     async def _manifest(self) -> Manifest:
@@ -354,4 +318,76 @@ class ShardPipeline:
             )
         if state.delta is not None:
             return await state.delta.build(Manifest(layout, tuple(found)))
-        return await self._commits.seal(layout, found)
+        return await self._model.commits.seal(layout, found)
+
+
+class Checkpointer:
+    """Makes the shards of one push durable, as far as they came. It raises what goes wrong."""
+
+    def __init__(
+        self, reservation: PushReservation, fetch: FetchApi, limits: PushSettings, meters: Meters
+    ) -> None:
+        self._reservation = reservation
+        self._fetch = fetch
+        self._limits = limits
+        self._meters = meters
+
+    def set_watermark(self, shard: ShardState) -> None:
+        """Set the number of received bytes at which it is worth it again, of a shard's file."""
+        if (file := shard.file) is None:
+            return
+        if not shard.headed:
+            file.watermark = shard.entry.data_start
+        elif not self._reservation.in_parts:
+            file.watermark = file.size
+        else:
+            file.watermark = min(file.received + self._limits.keep_bytes, file.size)
+
+    def lags(self, shard: ShardState) -> bool:
+        """Whether so much is not durable yet that a crash would lose too much."""
+        if not self._reservation.in_parts:
+            return False
+        lag = shard.received - shard.durable_bytes
+        return lag > self._limits.loss_bytes - self._limits.keep_bytes
+
+    async def catch_up(self, shard: ShardState, segment: Segment) -> None:
+        """Make durable what came of an incomplete shard, where it is worth it."""
+        least = self._limits.keep_bytes
+        if not self._reservation.in_parts:
+            return
+        while shard.received - shard.durable_bytes >= least and not shard.complete:
+            await self._step(shard, segment)
+
+    async def finish(self, shard: ShardState, segment: Segment) -> None:
+        if shard.tasks.checkpoint is not None:
+            await asyncio.wait([shard.tasks.checkpoint])
+        while shard.durable_bytes < shard.entry.size:
+            await self._step(shard, segment)
+
+    async def save(self, shard: ShardState) -> None:
+        """Make all that came of a shard durable; what cannot be made so is logged."""
+        segment = shard.segment
+        if segment is None or not shard.headed:
+            return
+        if not (self._reservation.in_parts or shard.complete):
+            return
+        try:
+            while shard.durable_bytes < shard.received:
+                await self._step(shard, segment)
+        except WeightSyncError as error:
+            durable = shard.durable_bytes
+            logger.warning("shard %d is kept up to byte %d: %s", shard.index, durable, error)
+
+    async def _step(self, shard: ShardState, segment: Segment) -> None:
+        target = self._reservation.target(shard)
+        if target is None:
+            raise WeightSyncError(Reason.FAULT, "this store keeps no shards; use another store")
+        with translate_os_errors(f"keeping shard {shard.index}"):
+            await failpoints.reach("receive.keep")
+        begin, end, started = shard.durable_bytes, shard.received, time.perf_counter()
+        await self._fetch.keep(segment, shard.entry, begin, end, target)
+        shard.durable_bytes = end
+        if begin == 0:
+            # The first bytes reserve the whole file.
+            self._reservation.disk.wrote(shard.entry.size)
+        self._meters.observe_phase("persist", time.perf_counter() - started)

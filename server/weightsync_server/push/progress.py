@@ -1,18 +1,21 @@
-"""What a push reports of itself: what has come, what has not."""
+"""What a push reports: to its sender what has come, to engines which shards are complete."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from weightsync.model.manifest import Layout
+from weightsync.shm.incoming_version import IpcAddresses
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.push.task_set import is_running
+from weightsync_server.ops.tasks import is_running
+from weightsync_server.residency.incoming import IncomingReader
+from weightsync_server.store.store_records import ShardCheckpoint
 
 if TYPE_CHECKING:
-    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.model import Model
+    from weightsync_server.push.shard_part import ShardState
     from weightsync_server.push.state import PushState
-    from weightsync_server.store.store_records import ShardCheckpoint
 
-__all__ = ["has_all", "is_reading_back", "missing", "progress", "received", "status"]
 
 _NAMED = 10
 #: Numbers of writers that GetStatus tells.
@@ -28,7 +31,7 @@ def missing(state: PushState, shard_count: int = 0) -> list[str]:
         shard = state.shards.get(index)
         if shard is None or shard.tensors is None:
             items.append(f"the layout and bytes of shard {index}")
-        elif not shard.complete and shard.writers.boxes:
+        elif not shard.complete and shard.parts and shard.file is None:
             items.append(f"the boxes of some writers in shard {index}")
         elif not shard.complete:
             items.append(f"shard {index} from byte {shard.received} of {shard.entry.size} on")
@@ -42,50 +45,25 @@ def missing(state: PushState, shard_count: int = 0) -> list[str]:
 
 
 def progress(state: PushState, writer: int = 0) -> list[pb.ShardProgress]:
-    """Return how far every shard has come whose layout is here.
-
-    Args:
-        state: The push.
-        writer: Whose boxes are told of, where several writers bring it.
-    """
+    """Return how far every shard has come whose layout is here, of several writers one's parts."""
     if state.final is not None:
         return state.final
     if state.suspended is not None:
-        kept = (state.suspended[index] for index in sorted(state.suspended))
-        return [_checkpointed(shard) for shard in kept if state.writers is None or shard.is_whole]
-    shards = [state.shards[index] for index in sorted(state.shards)]
-    if state.writers is not None:
-        each = (_of_writer(shard, writer) for shard in shards)
-        return [of_writer for of_writer in each if of_writer is not None]
-    return [shard.progress() for shard in shards if shard.tensors is not None]
-
-
-def _of_writer(shard: ShardState, writer: int) -> pb.ShardProgress | None:
-    """Return how far one of several writers has come with a shard that it has declared.
-
-    Or with one that outlived the server: all of that is here, whatever the writer sends of it.
-    """
-    boxes = shard.writers.boxes.get(writer)
-    if boxes is None:
-        return shard.progress() if shard.complete else None
-    found = boxes.progress()
-    found.verified = shard.verified
-    if shard.durable_bytes == shard.entry.size:
-        found.durable_bytes = found.size_bytes
-    return found
+        several, kept = state.writers.several, sorted(state.suspended.items())
+        return [_checkpointed(shard) for _, shard in kept if shard.is_whole or not several]
+    each = (state.shards[index].progress(writer) for index in sorted(state.shards))
+    return [part for part in each if part is not None]
 
 
 def received(state: PushState, writer: int) -> int:
-    """Return how many bytes one of several writers has brought."""
-    each = (shard.writers.boxes.get(writer) for shard in state.shards.values())
-    return sum(boxes.received for boxes in each if boxes is not None)
+    each = (shard.parts.get(writer) for shard in state.shards.values())
+    return sum(part.received for part in each if part is not None)
 
 
 def has_all(state: PushState, writer: int) -> bool:
-    """Whether one of several writers has brought everything."""
-    each = [shard.writers.boxes.get(writer) for shard in state.shards.values()]
+    each = [shard.parts.get(writer) for shard in state.shards.values()]
     whole = len(each) == state.shard_count
-    return whole and all(boxes is not None and boxes.complete for boxes in each)
+    return whole and all(part is not None and part.complete for part in each)
 
 
 def is_reading_back(state: PushState) -> bool:
@@ -94,7 +72,6 @@ def is_reading_back(state: PushState) -> bool:
 
 
 def status(state: PushState) -> pb.PushStatus:
-    """Return the push as GetStatus tells it."""
     return pb.PushStatus(
         push_id=state.id,
         version=state.record.version,
@@ -108,7 +85,7 @@ def status(state: PushState) -> pb.PushStatus:
 
 def _writers(state: PushState) -> dict[str, Any]:
     writers = state.writers
-    if writers is None:
+    if not writers.several:
         return {}
     unfinished = set(range(writers.count)) - writers.absent - writers.committed
     return {
@@ -119,18 +96,9 @@ def _writers(state: PushState) -> dict[str, Any]:
 
 
 def _received(state: PushState) -> int:
-    if state.writers is None or state.suspended is not None or state.final is not None:
+    if state.suspended is not None or state.final is not None:
         return sum(shard.received_bytes for shard in progress(state))
-    return sum(map(_of_all, state.shards.values()))
-
-
-def _of_all(shard: ShardState) -> int:
-    """Return how much of a shard several writers have brought, a box that changed for all of it."""
-    if shard.complete:
-        return shard.entry.size
-    covered = sum(boxes.covered_bytes for boxes in shard.writers.boxes.values())
-    # Several may send one box, which is compared.
-    return min(covered, shard.entry.size)
+    return sum(shard.covered_bytes for shard in state.shards.values())
 
 
 def _checkpointed(shard: ShardCheckpoint) -> pb.ShardProgress:
@@ -140,3 +108,37 @@ def _checkpointed(shard: ShardCheckpoint) -> pb.ShardProgress:
         size_bytes=shard.entry.size,
         durable_bytes=shard.size,
     )
+
+
+class PushAnnouncement:
+    """What engines know of one push; nothing, until `begin`."""
+
+    def __init__(self, state: PushState, model: Model) -> None:
+        self._state = state
+        self._model = model
+        self._reader: IncomingReader | None = None
+
+    def begin(self, layout: Layout) -> None:
+        """Let engines read the version as it comes, if all of it is new and has its memory."""
+        state = self._state
+        if state.delta is not None or state.existing is not None:
+            return
+        segments = [state.shards[index].segment for index in range(len(layout.shards))]
+        known = [segment for segment in segments if segment is not None]
+        if len(known) == len(segments):
+            self._reader = IncomingReader(state.record, layout, known, self._model.segments)
+            self._model.events.publish(self._reader)
+
+    def announce_ipc(self, shard: ShardState, where: IpcAddresses) -> None:
+        if self._reader is not None:
+            self._reader.announce_ipc(shard.index, where)
+
+    def mark_complete(self, shard: ShardState) -> None:
+        if self._reader is not None:
+            self._reader.mark_complete(shard.index)
+
+    def end(self) -> None:
+        """Tell of no more shards; further calls do nothing."""
+        if self._reader is not None:
+            self._reader.end()
+            self._reader = None

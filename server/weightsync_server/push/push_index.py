@@ -8,27 +8,19 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.push.part_bases import check_same_part
+from weightsync_server.push.partial_push import check_same_part
 
 if TYPE_CHECKING:
     from weightsync_server.catalog.table import VersionTable
     from weightsync_server.push.parts import Push
     from weightsync_server.push.resume import RecoveredPushes
 
-__all__ = ["PushIndex", "check_same_push"]
-
 
 class PushIndex:
     """All pushes that can be asked about. Of committed ones the table is the truth.
 
-    Args:
-        table: The versions of the model.
-        recovered: Makes the push of a committed version.
-        remembered: Ended pushes that are kept here.
-        failures_s: How long one that failed is told to writers that had not come, in seconds.
-
-    Attributes:
-        open: Those that are neither committed nor failed, by id.
+    It keeps `remembered` ended pushes, and reports a failed one for `failures_s` to writers that
+    had not come. `open` has those neither committed nor failed, by id.
     """
 
     def __init__(
@@ -46,7 +38,6 @@ class PushIndex:
         self._ended: OrderedDict[str, Push] = OrderedDict()
 
     def end(self, push: Push) -> None:
-        """Take note that a push is committed or has failed."""
         self.open.pop(push.state.id, None)
         self._ended[push.state.id] = push
         while len(self._ended) > self._remembered:
@@ -76,9 +67,9 @@ class PushIndex:
         return None
 
     def failed_with(self, key: str, writer: int) -> Push | None:
-        """Return the last push of a key, where it failed before one of its writers came; once.
+        """Return the last push of a key, once, if it failed before this writer came.
 
-        Whoever comes much later is of another job, which begins anew.
+        One that failed long ago is not returned: the writer is of another job.
         """
         latest = asyncio.get_running_loop().time() - self._failures_s
         # One that has failed is still open until it has freed everything.
@@ -86,7 +77,7 @@ class PushIndex:
             state = push.state
             if state.request.idempotency_key != key:
                 continue
-            if state.error is None or state.writers is None or writer not in state.writers.absent:
+            if state.error is None or writer not in state.writers.absent:
                 return None
             if state.failed_at < latest:
                 return None
@@ -95,19 +86,18 @@ class PushIndex:
         return None
 
     def _exists(self, push: Push) -> bool:
-        record = self._table.find(push.state.record.version)
-        if push.state.committed is None or record is None or record.commit is None:
+        record = self._table.committed(push.state.record.version)
+        if push.state.committed is None or record is None:
             return False
-        return record.commit.content_digest == push.state.committed.content_digest
+        return record.content_digest == push.state.committed.content_digest
 
 
 def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
     """Refuse a begin whose key belongs to a push of something else.
 
-    Raises:
-        WeightSyncError: VERSION_CONFLICT, with the id of an open push that may be dropped for it.
+    If that push is open and may be dropped, the refusal has its id.
     """
-    if push.state.writers is not None and push.state.committed is None:
+    if push.state.writers.several and push.state.committed is None:
         check_same_part(push.state, request)
         _check_same_writers(push.state.request, request)
     version = push.state.record.version
@@ -128,7 +118,7 @@ def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
     if (others := max(push.state.request.writers, 1)) != max(request.writers, 1):
         raise _conflict(f"an open push of {others} writers, not {max(request.writers, 1)}", push)
     # Each of several writers sends what changed, or all.
-    if delta != (push.state.delta is not None) and push.state.writers is None:
+    if delta != (push.state.delta is not None) and not push.state.writers.several:
         raise _conflict("an open push of another kind", push)
     total = push.state.request.total_bytes
     if total and request.total_bytes not in (0, total):

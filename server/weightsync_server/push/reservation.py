@@ -1,35 +1,24 @@
-"""What a push was promised before its bytes come: the store's disk, then shared memory."""
+"""What a push is promised before its bytes come: a share, the store's disk, then shared memory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weightsync_server.residency.slot import slot_of
+from weightsync import clock
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.segments import Segment
+from weightsync_server.residency.slot import Slot, slot_of
+from weightsync_server.residency.slot_pool import SlotPool
+from weightsync_server.store.disk_quota import DiskQuota
+from weightsync_server.store.protocol import Store
 
 if TYPE_CHECKING:
-    from weightsync.shm.segments import Segment
-    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.push.shard_part import ShardState
     from weightsync_server.push.state import PushState
-    from weightsync_server.residency.slot import Slot
-    from weightsync_server.residency.slot_pool import SlotPool
-    from weightsync_server.store.disk_quota import DiskQuota
-    from weightsync_server.store.protocol import Store
-
-__all__ = ["PushReservation"]
 
 
 class PushReservation:
-    """Where the shards of one push go, in memory and on disk.
-
-    Args:
-        state: The push.
-        store: Where versions are kept.
-        slots: Have their memory.
-        quota: Promises room in the store.
-
-    Attributes:
-        disk: What the store's disk was promised to have for it.
-    """
+    """Where the shards of one push go, in memory and on disk, which was promised to have `disk`."""
 
     def __init__(self, state: PushState, store: Store, slots: SlotPool, quota: DiskQuota) -> None:
         self._state = state
@@ -56,11 +45,7 @@ class PushReservation:
         return slot_of(self._state.record) if delta is None else delta.scratch
 
     async def reserve(self, total: int) -> None:
-        """Reserve disk and memory for `total` bytes of shards; 0: not known yet.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push failed meanwhile.
-        """
+        """Reserve disk and memory for `total` bytes of shards; 0: not known yet."""
         if self.on_disk:
             await self.disk.promise(total)
         await self._slots.promise(self.slot, total)
@@ -72,11 +57,7 @@ class PushReservation:
         return self.slot.reuse(shard.index, shard.entry.size)
 
     async def allocate(self, shard: ShardState, total: int) -> Segment:
-        """Return the segment for a shard, the disk having room for `total` bytes of the push.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push failed meanwhile.
-        """
+        """Return the segment for a shard, the disk having room for `total` bytes of the push."""
         if self.on_disk:
             await self.disk.promise(total)
         return await self._slots.segment(self.slot, shard.index, shard.entry.size)
@@ -90,3 +71,31 @@ class PushReservation:
         """Give up what the disk was promised; what comes from now on is promised again."""
         self.disk.close()
         self.disk = self._quota.share()
+
+
+#: Seconds after its last begin for which a caller still has a share.
+_REMEMBERED_S = 600.0
+_RETRY_AFTER_S = 1.0
+
+
+class CallerShares:
+    """Divides the `total` open pushes among the callers that want some; a lone one may have all."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._wanted: dict[str, float] = {}
+
+    def check(self, who: str, open_pushes: int) -> None:
+        now = clock.monotonic()
+        self._wanted[who] = now
+        # No more callers count than can have a push each.
+        recent = sorted(self._wanted.items(), key=lambda item: item[1])[-self._total :]
+        self._wanted = {name: at for name, at in recent if now - at < _REMEMBERED_S}
+        share = -(-self._total // len(self._wanted))
+        if open_pushes >= share:
+            raise WeightSyncError(
+                Reason.LIMIT_EXCEEDED,
+                f"{who} has {open_pushes} pushes open, its share of {self._total} while "
+                f"{len(self._wanted)} callers push; commit or abort one, or raise max_pushes",
+                retry_after_s=_RETRY_AFTER_S,
+            )

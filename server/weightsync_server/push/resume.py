@@ -9,57 +9,44 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.os_errors import to_refusal
+from weightsync_server.ops.tasks import start_task
 from weightsync_server.push.commit import answer
 from weightsync_server.push.opening import base_of, equip, opened
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
-from weightsync_server.push.task_set import start_task
+from weightsync_server.store.store_records import OpenPush, ShardCheckpoint
 
 if TYPE_CHECKING:
-    from weightsync.shm.segments import Segment
     from weightsync_server.model import Model
+    from weightsync_server.push.opening import PushFactory
     from weightsync_server.push.parts import Push
-    from weightsync_server.push.push_factory import PushFactory
-    from weightsync_server.push.shard_state import ShardState
-    from weightsync_server.store.store_records import OpenPush, ShardCheckpoint
+    from weightsync_server.push.shard_part import ShardState
 
-__all__ = ["RecoveredPushes", "loaded", "resume"]
 
 logger = logging.getLogger(__name__)
 
 
 class RecoveredPushes:
-    """Finds the pushes of an earlier life of the server.
-
-    Args:
-        model: What they are versions of.
-        factory: Makes their pushes.
-    """
-
     def __init__(self, model: Model, factory: PushFactory) -> None:
         self._model = model
         self._table = model.table
         self._epochs = model.epochs
-        self._runs = model.runs
         self._store = model.store
         self._factory = factory
 
     def committed(self, *, push_id: str = "", key: str = "") -> Push | None:
-        """Return the push that brought a version which exists, by its id or key, as an ended one.
-
-        None: there is no such version.
-        """
+        """Return the push that brought a version that exists, by its id or key, as an ended one."""
         record = self._table.brought_by(push_id=push_id, key=key)
         commit = record.commit if record is not None else None
         if record is None or commit is None:
             return None
         request = pb.BeginPushRequest(idempotency_key=commit.idempotency_key)
         push = self._factory.make(record, request, push_id=commit.push_id)
-        durable = self._store.durable
-        push.lifecycle.restore(answer(record, self._runs, durable=durable, already=True))
+        push.lifecycle.restore(answer(self._model, record, already=True))
         return push
 
     async def open(self) -> list[Push]:
@@ -93,7 +80,7 @@ class RecoveredPushes:
         base = base_of(self._model, request)
         push = self._factory.make(record, request, push_id=written.push_id, base=base)
         push.lifecycle.recover({shard.index: shard for shard in survivor.shards})
-        record.missing = partial(missing, push.state)
+        record.wait_for(partial(missing, push.state))
         self._table.add(record)
         push.lifecycle.touch()
         size = sum(shard.size for shard in survivor.shards)
@@ -102,11 +89,7 @@ class RecoveredPushes:
 
 
 async def resume(push: Push, deadline_s: float | None = None) -> None:
-    """Return when a push can go on; one that was suspended begins to be read back.
-
-    Raises:
-        WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED; it stays suspended. Or why it has failed.
-    """
+    """Return when a push can go on; one that was suspended begins to be read back, or stays so."""
     tasks = push.lifecycle.tasks
     check_open(push.state)
     if tasks.suspending is not None:
@@ -166,10 +149,10 @@ def _take_up(push: Push, checkpoint: ShardCheckpoint) -> None:
         logger.warning("what was kept of shard %d is not of its layout any more", checkpoint.index)
         return
     # Of what several writers bring, shards are kept whole.
-    if not checkpoint.size or (push.state.writers is not None and not checkpoint.is_whole):
+    if not checkpoint.size or (push.state.writers.several and not checkpoint.is_whole):
         return
     shard.resume(checkpoint.header_digest, checkpoint.size)
-    shard.watermark = push.checkpointer.next_watermark(shard)
+    push.checkpointer.set_watermark(shard)
     shard.tasks.restore = asyncio.create_task(_restore(push, shard))
 
 
@@ -188,14 +171,9 @@ async def _restore(push: Push, shard: ShardState) -> Segment:
     durable = shard.durable_bytes
     if good < durable:
         logger.warning("of %d kept bytes of shard %d %d are whole", durable, shard.index, good)
-        _go_back(push, shard, good)
-    if shard.complete and push.state.writers is None:
+        shard.go_back(good)
+        push.checkpointer.set_watermark(shard)
+    if shard.arrived:
         # Several writers tell their digests of it again, with which it is compared.
         push.pipeline.verify(shard)
     return segment
-
-
-def _go_back(push: Push, shard: ShardState, good: int) -> None:
-    shard.go_back(good if push.state.writers is None else 0)
-    next_watermark = push.checkpointer.next_watermark(shard)
-    shard.watermark = next_watermark if shard.headed else shard.entry.data_start

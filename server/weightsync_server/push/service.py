@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.auth.callers import caller
 from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.ops.metrics import Meters
+from weightsync_server.ops.tasks import start_task
 from weightsync_server.push.commit import check_complete, commit, meet
 from weightsync_server.push.lifecycle import FATAL
-from weightsync_server.push.opening import base_of, start
+from weightsync_server.push.opening import PushFactory, base_of, start
 from weightsync_server.push.progress import missing, progress, status
-from weightsync_server.push.push_factory import PushFactory
 from weightsync_server.push.push_index import PushIndex, check_same_push
-from weightsync_server.push.quota import Shares
+from weightsync_server.push.reservation import CallerShares
 from weightsync_server.push.resume import RecoveredPushes, loaded, resume
 from weightsync_server.push.sources.grpc_stream import UploadStream
 from weightsync_server.push.sources.remote_stream import DistantStream, RemoteStream
 from weightsync_server.push.state import Phase, check_open
-from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import check_begin, check_digest, refused
-from weightsync_server.push.writers import MAX_REASON_CHARS, check_writer, given_up
+from weightsync_server.push.writers import MAX_REASON_CHARS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
     from weightsync_server.model import Model
-    from weightsync_server.ops.meters import Meters
-    from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.messages import Message
     from weightsync_server.push.parts import Push
-
-__all__ = ["PushService"]
+    from weightsync_server.push.push_settings import PushSettings
 
 
 class PushService:
-    """The pushes of one model. A push that is not committed leaves nothing behind.
+    """The pushes of one model. A push that is not committed leaves nothing behind."""
 
-    Args:
-        model: The model.
-        limits: Bounds on each push.
-        meters: Counts bytes, outcomes and durations.
-    """
-
-    def __init__(self, model: Model, *, limits: PushLimits, meters: Meters) -> None:
+    def __init__(self, model: Model, *, limits: PushSettings, meters: Meters) -> None:
         self.limits = limits
         self.meters = meters
         self._model = model
@@ -57,14 +46,14 @@ class PushService:
             model.table, self._recovered, limits.remembered, limits.writer_timeout_s
         )
         self._open = self._index.open
-        self._shares = Shares(limits.max_pushes)
+        self._shares = CallerShares(limits.max_pushes)
         self._shut = False
         model.epochs.observe(self._refuse_stale)
 
     async def restore(self) -> None:
         """Take up the pushes of an earlier life of the server. Call it before any other call.
 
-        Those that were open sleep until they are asked for, or until they were idle for too long.
+        Open ones sleep until they are asked for, or have been idle for too long.
         """
         for push in await self._recovered.open():
             self._open[push.state.id] = push
@@ -86,18 +75,14 @@ class PushService:
     # The calls
 
     async def begin(
-        self, request: pb.BeginPushRequest, deadline_s: float | None
+        self, request: pb.BeginPushRequest, deadline_s: float | None, who: str = ""
     ) -> pb.BeginPushResponse:
-        """Open a push, or join the one with the same idempotency key.
+        """Open a push, or join the one with the same idempotency key; a refusal changes nothing.
 
-        Args:
-            request: The call.
-            deadline_s: Seconds left to it, if it has a deadline.
-
-        Raises:
-            WeightSyncError: See BeginPush; nothing changed.
+        `deadline_s` is the time left to the call, or None. Each caller `who` has its share of the
+        pushes.
         """
-        push = await self.open(request, deadline_s)
+        push = await self.open(request, deadline_s, who)
         response = pb.BeginPushResponse(
             push_id=push.state.id,
             version=push.state.record.version,
@@ -114,31 +99,22 @@ class PushService:
         return response
 
     async def stream(
-        self, requests: AsyncIterator[Message] | RemoteStream, deadline_s: float | None = None
+        self,
+        requests: AsyncIterator[Message] | RemoteStream,
+        deadline_s: float | None = None,
+        who: str = "",
     ) -> pb.PushWeightsResponse:
-        """Serve one PushWeights stream.
-
-        Raises:
-            WeightSyncError: See PushWeights. Unless the data is wrong, the push stays open.
-        """
+        """Serve one PushWeights stream; unless its data is wrong, the push stays open."""
         if isinstance(requests, RemoteStream):
-            return await DistantStream(self, requests, deadline_s).run()
-        return await UploadStream(self, requests, deadline_s).run()
+            return await DistantStream(self, requests, deadline_s, who).run()
+        return await UploadStream(self, requests, deadline_s, who).run()
 
     async def commit(self, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
-        """Wait until every shard is verified and durable, then make the version exist.
-
-        Raises:
-            WeightSyncError: PUSH_UNKNOWN, PUSH_INCOMPLETE, DIGEST_MISMATCH, VERSION_CONFLICT, ...
-        """
+        """Wait until every shard is verified and durable, then make the version exist."""
         return await self.commit_push(self.find(request.push_id), request)
 
     async def abort(self, request: pb.AbortPushRequest) -> pb.AbortPushResponse:
-        """Drop a push and free its slot before this returns.
-
-        Raises:
-            WeightSyncError: PUSH_UNKNOWN; VERSION_IN_USE when it is committed, live or in an apply.
-        """
+        """Drop a push that is not committed, live or in an apply; its slot is free on return."""
         push = self.find(request.push_id)
         self._refuse_used(push)
         if push.lifecycle.tasks.committing is not None:
@@ -150,20 +126,15 @@ class PushService:
                 "instead",
             )
         self._refuse_used(push)
-        check_writer(push.state.writers, request.writer)
+        push.state.writers.check(request.writer)
         # It is mostly begun again at once, in another way, by the same client.
         said = f", saying {request.reason[:MAX_REASON_CHARS]!r}" if request.reason else ""
-        why = given_up(push.state.writers, request)
+        why = push.state.writers.given_up(request)
         push.lifecycle.fail(why, "aborted", f"its client gave it up{said}")
         await push.lifecycle.closed()
         return pb.AbortPushResponse()
 
     def get(self, request: pb.GetPushRequest) -> pb.GetPushResponse:
-        """Tell how far a push has come.
-
-        Raises:
-            WeightSyncError: PUSH_UNKNOWN.
-        """
         push = self.find(request.push_id)
         push.lifecycle.touch()
         response = pb.GetPushResponse(
@@ -180,7 +151,6 @@ class PushService:
         return response
 
     def status(self) -> list[pb.PushStatus]:
-        """Return the open pushes."""
         return [status(push.state) for push in self._open.values()]
 
     def overdue(self) -> Iterator[str]:
@@ -195,11 +165,7 @@ class PushService:
     # For streams
 
     def find(self, push_id: str) -> Push:
-        """Return a push that is open, ended lately, or brought a version that exists.
-
-        Raises:
-            WeightSyncError: PUSH_UNKNOWN.
-        """
+        """Return a push that is open, ended lately, or brought a version that exists."""
         push = self._index.find(push_id)
         if push is None:
             raise WeightSyncError(
@@ -210,14 +176,16 @@ class PushService:
         return push
 
     async def open(
-        self, request: pb.BeginPushRequest, deadline_s: float | None, *, backfill: bool = False
+        self,
+        request: pb.BeginPushRequest,
+        deadline_s: float | None,
+        who: str = "",
+        *,
+        backfill: bool = False,
     ) -> Push:
         """Return the push that a begin opens or joins; it has its slot.
 
-        Args:
-            request: The call.
-            deadline_s: As for `begin`.
-            backfill: See `VersionRecord`.
+        See `begin`, and `VersionRecord` for `backfill`.
         """
         check_begin(request, self.limits)
         if self._shut:
@@ -229,20 +197,19 @@ class PushService:
         self._model.epochs.check(request.epoch)
         await self._settled(request.version)
         await self._model.epochs.settle()
-        push = await self._joined(request, deadline_s)
+        push = await self._joined(request, deadline_s, who)
         if push is None:
             # No await between here and the entry in _open, nor since it was looked for: of two
             # pushes of a version, or of a key, one is open.
             epoch = self._model.epochs.check(request.epoch)
             if not request.writer:
                 self._model.runs.check(request.client_run, request.epoch)
-            push = self._create(request, epoch, backfill=backfill)
-            if push.state.writers is not None:
-                push.state.writers.come(request.writer)
+            push = self._create(request, epoch, who, backfill=backfill)
+            push.state.writers.come(request.writer)
             await start(push, deadline_s)
         elif push.state.committed is None:
             await self._take_run(push, request)
-        if push.state.writers is not None and request.kind == pb.PUSH_KIND_DELTA:
+        if push.state.writers.several and request.kind == pb.PUSH_KIND_DELTA:
             await push.bases.take(request)
         push.lifecycle.touch()
         return push
@@ -251,7 +218,7 @@ class PushService:
         """Commit one push, once, whoever asks how often."""
         check_digest("content_digest", request.content_digest)
         check_open(push.state)
-        alone = push.state.writers is None
+        alone = not push.state.writers.several
         if push.state.delta is not None and alone and not request.content_digest:
             raise refused("the commit of a delta needs content_digest, that of the new version")
         if push.state.committed is not None:
@@ -281,19 +248,21 @@ class PushService:
         return response
 
     async def give_up(self, record: VersionRecord, error: WeightSyncError) -> None:
-        """Let nothing become of a version that a trainer has written into an engine's memory.
+        """Give up a version that a trainer has written into an engine's memory.
 
-        What is committed stays; repeating it is harmless.
+        What is committed stays; repeating the call is harmless.
         """
-        key, record.in_place = record.in_place, ""
-        if not key:
+        in_place = record.end_in_place()
+        if in_place is None:
             return
-        push = self._index.with_key(key)
+        push = self._index.with_key(in_place.key)
         if push is None:
             if record.commit is None:
                 await self._model.orphans.drop(record)
         else:
             push.lifecycle.fail(error)
+            # Its commit waits for a proof that does not come.
+            in_place.decide()
             await push.lifecycle.closed()
 
     # Inside
@@ -305,7 +274,9 @@ class PushService:
                 f"no model {name[:128]!r} here; configured: {self._model.table.name}",
             )
 
-    async def _joined(self, request: pb.BeginPushRequest, deadline_s: float | None) -> Push | None:
+    async def _joined(
+        self, request: pb.BeginPushRequest, deadline_s: float | None, who: str
+    ) -> Push | None:
         if not request.idempotency_key:
             return None
         push = self._index.with_key(request.idempotency_key)
@@ -315,9 +286,11 @@ class PushService:
                 # All writers are told of each push that fails, so that they stay in step.
                 check_open(failed.state)
         if push is not None:
+            in_place = push.state.record.in_place
+            if in_place and not in_place.may_come_from(who, request.idempotency_key):
+                raise _unsettled(push.state.record.version, _IN_PLACE, "committed")
             await self._refuse_other(push, request)
-            if push.state.writers is not None:
-                push.state.writers.come(request.writer)
+            push.state.writers.come(request.writer)
             await resume(push, deadline_s)
         return push
 
@@ -325,14 +298,14 @@ class PushService:
         try:
             check_same_push(push, request)
         except WeightSyncError as error:
-            if error.reason in FATAL and push.state.writers is not None:
+            if error.reason in FATAL and push.state.writers.several:
                 push.lifecycle.fail(error)
                 await push.lifecycle.closed()
             raise
 
     async def _take_run(self, push: Push, request: pb.BeginPushRequest) -> None:
         """Take note of the run of a caller that joins; the first of several writers has a say."""
-        if push.state.writers is not None and not request.writer:
+        if push.state.writers.several and not request.writer:
             try:
                 self._model.runs.check(request.client_run, request.epoch)
             except WeightSyncError as error:
@@ -346,8 +319,9 @@ class PushService:
             if push.state.record.version == version and push.state.error:
                 await push.lifecycle.closed()
 
-    def _create(self, request: pb.BeginPushRequest, epoch: int, *, backfill: bool) -> Push:
-        who = caller.get()
+    def _create(
+        self, request: pb.BeginPushRequest, epoch: int, who: str, *, backfill: bool
+    ) -> Push:
         self._shares.check(who, sum(push.state.caller == who for push in self._open.values()))
         if len(self._open) >= self.limits.max_pushes:
             raise WeightSyncError(
@@ -358,29 +332,29 @@ class PushService:
             )
         table = self._model.table
         version = request.version or table.next_version()
-        live = self._in_place(version, request.idempotency_key)
+        live = self._in_place(version, who, request.idempotency_key)
         existing = None if live is not None else self._existing(version, backfill=backfill)
         base = base_of(self._model, request)
         record = live or VersionRecord(request.model, version)
-        record.epoch, record.metadata = epoch, dict(request.metadata)
-        record.backfill = backfill
+        record.begin_push(epoch, request.metadata, backfill=backfill)
         self._model.runs.take(record, request)
-        push = self._factory.make(record, request, existing=existing, base=base)
+        push = self._factory.make(record, request, who, existing=existing, base=base)
         if request.fallback_reason:
             # The next push of this trainer will be a delta.
             self.meters.count_fallback(request.fallback_reason)
             self._model.fetch.warm()
         self._open[push.state.id] = push
         if existing is None:
-            record.missing = partial(missing, push.state)
+            record.wait_for(partial(missing, push.state))
             table.add(record)
         return push
 
-    def _in_place(self, version: int, key: str) -> VersionRecord | None:
-        """Return the version that an engine's memory has, if that is what is pushed."""
+    def _in_place(self, version: int, who: str, key: str) -> VersionRecord | None:
+        """Return what a trainer has written into an engine's memory, if it is this one's push."""
         record = self._model.table.find(version)
-        receiving = record is not None and record.durability == pb.DURABILITY_RECEIVING
-        return record if record and receiving and key and record.in_place == key else None
+        if record is None or record.durability != pb.DURABILITY_RECEIVING:
+            return None
+        return record if record.in_place and record.in_place.may_come_from(who, key) else None
 
     def _existing(self, version: int, *, backfill: bool) -> VersionRecord | None:
         """Return the version that a push would repeat, if it may be opened at all."""
@@ -405,13 +379,8 @@ class PushService:
             if dropped:
                 state, end = "being dropped, for its push failed", "gone"
             elif existing.in_place:
-                state = "becoming what a trainer writes in place"
-            raise WeightSyncError(
-                Reason.PUSH_ABORTED,
-                f"version {version} is {state}; push another version, or retry when that is {end}",
-                metadata={"version": str(version)},
-                retry_after_s=1.0,
-            )
+                state = _IN_PLACE
+            raise _unsettled(version, state, end)
         if version > highest:
             if version - highest > self.limits.max_version_jump:
                 raise WeightSyncError(
@@ -453,9 +422,21 @@ class PushService:
         self._index.end(push)
 
 
+_IN_PLACE = "becoming what a trainer writes in place"
+
+
+def _unsettled(version: int, state: str, end: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.PUSH_ABORTED,
+        f"version {version} is {state}; push another version, or retry when that is {end}",
+        metadata={"version": str(version)},
+        retry_after_s=1.0,
+    )
+
+
 def _layout_known(push: Push, request: pb.BeginPushRequest) -> bool:
     known = push.state.known
-    if push.state.writers is None or known is None:
+    if not push.state.writers.several or known is None:
         return known is not None
     # One whose layout is another sends it, and is told what differs.
     return known.layout.digest == request.layout_digest

@@ -6,17 +6,16 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from weightsync.errors import WeightSyncError
-    from weightsync.v1 import weightsync_pb2 as pb
-    from weightsync_server.catalog.layout_cache import KnownLayout
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.push.delta_push import DeltaPush
-    from weightsync_server.push.shard_state import ShardState
-    from weightsync_server.push.writers import Writers
-    from weightsync_server.store.store_records import ShardCheckpoint
+from weightsync.errors import WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.commits import KnownLayout
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.store.store_records import ShardCheckpoint
 
-__all__ = ["Phase", "PushState", "check_open"]
+if TYPE_CHECKING:
+    from weightsync_server.push.delta_push import DeltaPush
+    from weightsync_server.push.shard_part import ShardState
+    from weightsync_server.push.writers import PushWriters
 
 
 class Phase(enum.Enum):
@@ -49,26 +48,13 @@ class PushState:
     which also drops a shard whose stream left before all of its layout was here.
 
     Attributes:
-        id: Names the push.
-        caller: Who began it.
-        request: The call that opened it.
-        record: The version it brings.
         existing: The committed version that it repeats, or the live one that failed to commit.
-        delta: What it has besides if it is a delta.
-        writers: Who brings it, where several processes do.
-        shards: By index.
-        known: The layout, when the server knew it.
         shard_count: Shards that there will be; 0: not known yet.
         declared_bytes: Sum of the shards' sizes so far.
-        streams: Streams open now.
         recorded: It is written down to survive a crash, as far as its bytes are durable.
         recovered: It was open in an earlier life of the server.
-        suspended: After a restart, or when nobody sent it for a while, what was made durable of
-            it, by shard; None: it is not suspended.
-        cast_tensors: Tensors that its trainer says it has cast.
-        committed: The answer to its commit.
-        error: Why it failed.
-        failed_at: When, by the event loop's clock.
+        suspended: What was made durable of it, by shard; None: it is not suspended.
+        failed_at: By the event loop's clock.
         final: How far every shard came, once it has ended.
     """
 
@@ -78,7 +64,7 @@ class PushState:
     record: VersionRecord
     existing: VersionRecord | None = None
     delta: DeltaPush | None = None
-    writers: Writers | None = None
+    writers: PushWriters = field(init=False)
     shards: dict[int, ShardState] = field(default_factory=dict)
     known: KnownLayout | None = None
     shard_count: int = 0
@@ -95,6 +81,5 @@ class PushState:
 
 
 def check_open(state: PushState) -> None:
-    """Raise the error of a push that failed."""
     if state.error is not None:
         raise state.error

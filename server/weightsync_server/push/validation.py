@@ -14,9 +14,8 @@ from weightsync_server.catalog.epochs import check_run
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from weightsync_server.push.limits import PushLimits
+    from weightsync_server.push.push_settings import PushSettings
 
-__all__ = ["check_begin", "check_digest", "check_size", "refused", "tensor_entries"]
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MAX_FALLBACK_BYTES = 64
@@ -25,17 +24,15 @@ _SLACK = 1024
 
 
 def refused(message: str) -> WeightSyncError:
-    """Return the refusal of a request that is wrong in itself."""
     return WeightSyncError(Reason.REQUEST_INVALID, message)
 
 
 def check_digest(field: str, value: str) -> None:
-    """Refuse what is neither empty nor a digest in the form of the proto."""
     if value and not _DIGEST.fullmatch(value):
         raise refused(f"{field} must be 32 lower-case hexadecimal digits (xxh3-128) or empty")
 
 
-def check_size(message: Message, limits: PushLimits) -> None:
+def check_size(message: Message, limits: PushSettings) -> None:
     """Refuse a message that is too large; for any but chunks."""
     size = message.ByteSize()
     if size > limits.max_message_bytes + _SLACK:
@@ -44,12 +41,7 @@ def check_size(message: Message, limits: PushLimits) -> None:
         )
 
 
-def check_begin(request: pb.BeginPushRequest, limits: PushLimits) -> None:
-    """Refuse a begin that no state of the server could make good.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID, NOT_SUPPORTED.
-    """
+def check_begin(request: pb.BeginPushRequest, limits: PushSettings) -> None:
     if request.kind == pb.PUSH_KIND_DELTA:
         _check_delta(request)
     elif request.kind not in (pb.PUSH_KIND_UNSPECIFIED, pb.PUSH_KIND_FULL):
@@ -88,7 +80,7 @@ def _check_part(request: pb.BeginPushRequest) -> None:
     check_digest("base_content_digest", request.base_content_digest)
 
 
-def _check_writers(request: pb.BeginPushRequest, limits: PushLimits) -> None:
+def _check_writers(request: pb.BeginPushRequest, limits: PushSettings) -> None:
     if request.writer >= max(request.writers, 1):
         raise refused(f"writer {request.writer} of {request.writers or 1}; number them from 0")
     if request.writers <= 1:
@@ -110,7 +102,7 @@ def _check_delta(request: pb.BeginPushRequest) -> None:
         raise refused("fallback_reason belongs to a full push; leave it empty in a delta")
 
 
-def _check_metadata(request: pb.BeginPushRequest, limits: PushLimits) -> None:
+def _check_metadata(request: pb.BeginPushRequest, limits: PushSettings) -> None:
     size = sum(len(key.encode()) + len(value.encode()) for key, value in request.metadata.items())
     if len(request.metadata) > limits.max_metadata_entries or size > limits.max_metadata_bytes:
         raise refused(

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from weightsync.errors import Reason, WeightSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from weightsync.errors import WeightSyncError as Refusal
-    from weightsync.v1 import weightsync_pb2 as pb
-
-__all__ = ["MAX_REASON_CHARS", "Writers", "check_writer", "given_up"]
+from weightsync.errors import WeightSyncError as Refusal
+from weightsync.v1 import weightsync_pb2 as pb
 
 #: Looks within the time that a writer may bring nothing.
 _LOOKS = 8
@@ -22,20 +16,15 @@ _LOOKS = 8
 MAX_REASON_CHARS = 1024
 
 
-class Writers:
-    """Fails a push when one of its writers does not come or brings nothing more.
+class PushWriters:
+    """Fails a push when one of several writers does not come or brings nothing more.
 
-    Args:
-        count: How many there are.
-        timeout_s: How long one may bring nothing, in seconds; late by at most an eighth.
-        progress: Bytes that a writer has brought so far.
-        complete: Whether it has brought everything.
-        busy: Whether all of them may wait for the server now.
-        fail: Called with the reason, at most once.
+    A lone writer is not waited for. A writer may bring nothing for `timeout_s`, late by at most an
+    eighth. `progress` returns the bytes that it has brought, `complete` whether that is everything,
+    and `busy` whether all of them may be waiting for the server now. `fail` is called at most once.
 
     Attributes:
-        count: As given.
-        absent: Those that have not begun.
+        absent: Writers of several that have not begun.
         committed: Those that have brought everything and wait for the others.
         met: Set once all have committed, or the push has ended.
     """
@@ -49,7 +38,8 @@ class Writers:
         busy: Callable[[], bool],
         fail: Callable[[Refusal], None],
     ) -> None:
-        self.absent = set(range(count))
+        self.several = count > 1
+        self.absent = set(range(count)) if self.several else set()
         self.committed: set[int] = set()
         self.met = asyncio.Event()
         self.count = count
@@ -64,8 +54,26 @@ class Writers:
         self._since: dict[int, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
+    def check(self, writer: int) -> None:
+        if writer >= self.count:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"writer {writer} of a push that has {self.count}; number them from 0",
+            )
+
+    def given_up(self, request: pb.AbortPushRequest) -> WeightSyncError:
+        if not self.several:
+            return WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again")
+        why = f": {request.reason[:MAX_REASON_CHARS]}" if request.reason else ""
+        return WeightSyncError(
+            Reason.PUSH_ABORTED,
+            f"writer {request.writer} gave the push up for all{why}; push again",
+            metadata={"writer": str(request.writer)},
+        )
+
     def start(self) -> None:
-        """The push is open: from now on they are waited for."""
+        if not self.several:
+            return
         self._since = dict.fromkeys(range(self.count), self._loop.time())
         self._look()
 
@@ -80,7 +88,6 @@ class Writers:
         self._calls[writer] += 1
 
     def commit(self, writer: int) -> None:
-        """A writer has brought everything."""
         self.committed.add(writer)
         if len(self.committed) == self.count:
             self.met.set()
@@ -122,29 +129,3 @@ class Writers:
             "dropped for all; see what that process does, and push again",
             metadata={"writer": str(writer)},
         )
-
-
-def check_writer(writers: Writers | None, writer: int) -> None:
-    """Refuse the number of a writer that the push has not got.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID.
-    """
-    count = writers.count if writers is not None else 1
-    if writer >= count:
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
-            f"writer {writer} of a push that has {count}; number them from 0",
-        )
-
-
-def given_up(writers: Writers | None, request: pb.AbortPushRequest) -> WeightSyncError:
-    """Return what those are told whose push was aborted."""
-    if writers is None:
-        return WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again")
-    why = f": {request.reason[:MAX_REASON_CHARS]}" if request.reason else ""
-    return WeightSyncError(
-        Reason.PUSH_ABORTED,
-        f"writer {request.writer} gave the push up for all{why}; push again",
-        metadata={"writer": str(request.writer)},
-    )

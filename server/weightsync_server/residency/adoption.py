@@ -1,41 +1,98 @@
-"""Files that the engine offers: committed as a version, or only borrowed for a proof."""
+"""Files that the engine offers, with tensors kept of a version: committed, or only proved."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.checkpoint_folder import read_layout, shown
+from weightsync.model.checkpoint_folder import CheckpointFile, packed, read_layout, shown
+from weightsync.model.manifest import Manifest, TensorEntry
+from weightsync.shm.segment_socket import OfferedFile
+from weightsync.shm.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.catalog.local_numbers import local_number
-from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.commits import CommitService
+from weightsync_server.catalog.engine_layouts import EngineLayouts
+from weightsync_server.catalog.record import VersionRecord, local_number
 from weightsync_server.ops.tasks import all_done, in_thread
-from weightsync_server.residency.kept_tensors import KeptTensors, kept_files
-from weightsync_server.residency.loading import load_shard
-from weightsync_server.store.damage import SHARD_DAMAGE
+from weightsync_server.residency.orphans import OrphanReaper
+from weightsync_server.residency.slot import Slot, SlotLease
+from weightsync_server.residency.slot_pool import SlotPool
+from weightsync_server.residency.stager import Stager, load_shard
+from weightsync_server.store.protocol import SHARD_DAMAGE, Store
+from weightsync_server.store.store_records import CommitRecord
+from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from weightsync.model.manifest import Manifest, TensorEntry
-    from weightsync.shm.segment_socket import OfferedFile
-    from weightsync_server.catalog.accepted_tensors import AcceptedTensors
-    from weightsync_server.catalog.commits import CommitService
-    from weightsync_server.catalog.engine_layouts import EngineLayouts
+    from weightsync_server.catalog.layout_compatibility import LayoutCompatibility
     from weightsync_server.catalog.table import VersionTable
-    from weightsync_server.residency.leases import SlotLease
-    from weightsync_server.residency.orphans import OrphanReaper
-    from weightsync_server.residency.slot import Slot
-    from weightsync_server.residency.slot_pool import SlotPool
-    from weightsync_server.residency.stager import Stager
-    from weightsync_server.store.protocol import Store
-    from weightsync_server.store.store_records import CommitRecord
-    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["CheckpointAdoption", "OriginNumbers"]
+
+class KeptTensors(NamedTuple):
+    """What stays of a version: `files` hold those tensors, in memory.
+
+    `alike` names those left out because each was the same matrix as one that comes.
+    """
+
+    files: list[OfferedFile]
+    alike: frozenset[str]
+
+
+def kept_files(
+    files: Sequence[OfferedFile], base: Manifest, segments: Sequence[Segment]
+) -> KeptTensors:
+    """Return the tensors of a version that files lack, in memory; the caller closes them.
+
+    One that was the same matrix as a tensor that comes, as a tied head is that was written out, is
+    left out: it would be the old one.
+
+    Raises:
+        WeightSyncError: ENGINE_REFUSED; the files hold what the version has not, or has with
+            another dtype or shape.
+    """
+    layout = base.layout
+    known = {tensor.name: tensor for tensor in layout.tensors}
+    brought = {tensor.name for tensor in _checked(files, known)}
+    pairs = list(zip(layout.tensors, base.digests, strict=True))
+    sent = {(t.dtype, t.shape, digest) for t, digest in pairs if t.name in brought}
+    equal = {
+        t.name for t, digest in pairs if len(t.shape) > 1 and (t.dtype, t.shape, digest) in sent
+    }
+    left_out = brought | equal
+    kept: list[OfferedFile] = []
+    try:
+        shards = zip(layout.shards, layout.by_shard, segments, strict=True)
+        for at, (entry, tensors, segment) in enumerate(shards):
+            left = [tensor for tensor in tensors if tensor.name not in left_out]
+            if not left:
+                continue
+            name = f"kept-{at:05}"
+            file = CheckpointFile(name, entry.size, segment.fd, entry, tuple(left), (0, 0))
+            fd = packed(file, left, "what the update leaves out")
+            kept.append((name, os.fstat(fd).st_size, fd))
+    except BaseException:
+        for _, _, fd in kept:
+            os.close(fd)
+        raise
+    return KeptTensors(kept, frozenset(equal - brought))
+
+
+def _checked(files: Sequence[OfferedFile], known: dict[str, TensorEntry]) -> Sequence[TensorEntry]:
+    tensors = read_layout(sorted(files)).tensors
+    for tensor in tensors:
+        before = known.get(tensor.name)
+        if before is None or (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
+            what = f"has {before.dtype} {list(before.shape)} there" if before else "is not there"
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"send all tensors, or those of the version that is served as they are there: "
+                f"{shown(tensor.name)}, {tensor.dtype} {list(tensor.shape)}, {what}",
+            )
+    return tensors
+
 
 #: Tensors that a refusal names.
 _NAMED = 10
@@ -51,11 +108,7 @@ _UPDATE = ("the update", "send it again")
 
 
 class OriginNumbers(Protocol):
-    """The origin of a server that follows one: it alone gives numbers.
-
-    Attributes:
-        url: Where it is.
-    """
+    """The origin of a server that follows one: it alone gives numbers."""
 
     url: str
 
@@ -66,18 +119,9 @@ class OriginNumbers(Protocol):
 class CheckpointAdoption:
     """Makes versions of files that the engine has, or holds them for the engine only.
 
-    Args:
-        table: The versions of the model.
-        commits: Commits what turns out to be new.
-        slots: Where the files are read to.
-        stager: Gives leases.
-        orphans: Drops what was not committed.
-        store: Where versions are kept.
-        fetch: Reads, digests and writes.
-
-    Attributes:
-        origin: What this server follows; None: it gives numbers by itself.
-        turn: Whose engine becomes the first version; the others take that up then.
+    `origin` returns what this server follows; None: it gives numbers by itself. `turn` is held
+    while the checkpoint of one engine becomes the first version; the other engines then take up
+    that one.
     """
 
     def __init__(
@@ -89,6 +133,7 @@ class CheckpointAdoption:
         orphans: OrphanReaper,
         store: Store,
         fetch: FetchApi,
+        origin: Callable[[], OriginNumbers | None] = lambda: None,
     ) -> None:
         self._table = table
         self._commits = commits
@@ -97,18 +142,13 @@ class CheckpointAdoption:
         self._orphans = orphans
         self._store = store
         self._fetch = fetch
-        self.origin: OriginNumbers | None = None
+        self._origin = origin
         self.turn = asyncio.Lock()
 
     async def adopt(self, files: Sequence[OfferedFile], version: int) -> VersionRecord:
         """Commit the engine's checkpoint as a version, or find the version that it is.
 
-        Args:
-            files: Name, size and read-only descriptor of each safetensors file; the caller closes.
-            version: Its number if it is new; 0: the next.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID, SHARD_INVALID, NO_SLOT, VERSION_NOT_ABOVE, ...
+        The caller closes `files`. `version` is the number if it is new; 0: the next.
         """
         # Registered only when it turns out to be new: what it is, its content tells.
         record = VersionRecord(self._table.name, version)
@@ -130,7 +170,7 @@ class CheckpointAdoption:
             if self._table.find(number) is not None:
                 # Not ours then: what is stored under it is dropped with nothing of this.
                 raise _taken(number)
-            record.version = number
+            record.renumber(number)
             try:
                 await self._commit_new(record, manifest, adopted=True)
             except WeightSyncError as error:
@@ -143,29 +183,20 @@ class CheckpointAdoption:
         self,
         files: Sequence[OfferedFile],
         metadata: dict[str, str],
-        accepted: AcceptedTensors,
+        accepted: LayoutCompatibility,
         base: VersionRecord | None = None,
         layouts: EngineLayouts | None = None,
     ) -> VersionRecord:
         """Commit what a trainer has sent to the engine as the next version, whatever its content.
 
-        It is guarded by epochs, as a push without one is.
-
-        Args:
-            files: As for `adopt`; the caller closes.
-            metadata: Of the version.
-            accepted: Refuses tensors that the engine does not take, before anything is committed.
-            base: The version whose other tensors stay; None: the files have all of them.
-            layouts: Refuse a part that leaves out what an engine needs; None: nobody does.
-
-        Raises:
-            WeightSyncError: As `adopt`; ENGINE_REFUSED, EPOCH_STALE.
+        It is guarded by epochs, as a push without one is. The caller closes `files`. `accepted`
+        refuses tensors that the engine does not take, and `layouts` parts that leave out what it
+        needs. `base` is the version whose other tensors stay; None: the files have all of them.
         """
-        if self.origin is not None:
+        if (origin := self._origin()) is not None:
             raise WeightSyncError(
                 Reason.SERVER_FOLLOWS,
-                f"this server follows {self.origin.url} and takes no updates from a trainer; push "
-                "there",
+                f"this server follows {origin.url} and takes no updates from a trainer; push there",
             )
         record = VersionRecord(self._table.name, 0, self._commits.epoch, metadata)
         async with (
@@ -173,10 +204,10 @@ class CheckpointAdoption:
             self._arriving(record, [*files, *kept.files], _UPDATE) as manifest,
         ):
             if await accepted.check(manifest.layout.tensors):
-                record.layout_check = pb.LAYOUT_CHECK_PASSED
+                record.check_layout(pb.LAYOUT_CHECK_PASSED)
             if kept.alike and layouts is not None:
                 await _check_alike(kept.alike, manifest.layout.tensors, layouts)
-            record.version = self._table.next_version()
+            record.renumber(self._table.next_version())
             await self._commit_new(record, manifest, adopted=False)
             return record
 
@@ -184,7 +215,6 @@ class CheckpointAdoption:
     async def _with_kept(
         self, files: Sequence[OfferedFile], base: VersionRecord | None
     ) -> AsyncIterator[KeptTensors]:
-        """Give, in memory, the tensors of a version that files lack."""
         if base is None:
             yield KeptTensors([], frozenset())
             return
@@ -204,26 +234,25 @@ class CheckpointAdoption:
     async def _number(self, record: VersionRecord, content: str) -> int:
         """Return the number of content that has none here; 0: the table gives it one.
 
-        Who follows takes the origin's. Of servers that use one store the first to create a number
-        there has it, and from then on the one with the newest epoch; content that the others start
-        on stays their own.
+        A server that follows takes its origin's. Of servers that use one store, the first to create
+        a number there has it, later the one with the newest epoch; the others' content stays their
+        own.
         """
         if record.version:
             return 0
-        if self.origin is None:
+        if (origin := self._origin()) is None:
             own = not self._table.newest or await self._commits.collects()
             return 0 if own else local_number(content)
-        version = await self.origin.find(content)
+        version = await origin.find(content)
         if version is None or self._means_other(version):
             return local_number(content)
-        record.metadata.update(version.metadata)
+        record.add_metadata(version.metadata)
         return version.version
 
     def _means_other(self, version: CommitRecord) -> bool:
         """Tell whether the origin's number has other content here, as after it was begun anew."""
-        known = self._table.find(version.version)
-        commit = known.commit if known is not None else None
-        return commit is not None and commit.content_digest != version.content_digest
+        known = self._table.committed(version.version)
+        return known is not None and known.content_digest != version.content_digest
 
     @contextlib.asynccontextmanager
     async def _arriving(
@@ -240,15 +269,9 @@ class CheckpointAdoption:
 
     @contextlib.asynccontextmanager
     async def borrow(self, files: Sequence[OfferedFile]) -> AsyncIterator[SlotLease]:
-        """Lend the engine's checkpoint to the engine, in memory that is given back after the block.
+        """Lend the engine's checkpoint to it, in memory that is given back after the block.
 
-        It makes no version, and none that exists loses its bytes for good.
-
-        Args:
-            files: As for `adopt`; the caller closes.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID, SHARD_INVALID, MEMORY_EXHAUSTED, ...
+        It makes no version, and none loses its bytes for good. The caller closes `files`.
         """
         record = VersionRecord(self._table.name, 0)
         slot = self._slots.borrow(record)
@@ -263,7 +286,6 @@ class CheckpointAdoption:
     async def _read(
         self, slot: Slot, files: Sequence[OfferedFile], what: tuple[str, str]
     ) -> Manifest:
-        """Read files, sorted by name, into a slot and return what they turned out to be."""
         try:
             return await self._read_whole(slot, files)
         except WeightSyncError as error:
@@ -304,9 +326,9 @@ class CheckpointAdoption:
 async def _check_alike(
     alike: frozenset[str], tensors: Sequence[TensorEntry], layouts: EngineLayouts
 ) -> None:
-    """Refuse a part without what it left out, where an engine has that one by one.
+    """Refuse a part without a tensor that it left out and that an engine holds by itself.
 
-    Nobody knows whether the trainer has it tied: what it was might be an old copy.
+    The trainer may not have it tied: the copy might be old.
     """
     try:
         await layouts.check_whole(tensors)

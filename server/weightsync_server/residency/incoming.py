@@ -1,44 +1,33 @@
 """A version that comes in shard by shard, for whoever reads what is there already.
 
-What is read so is proved like everything else: by digests that begin after it was read, or, where
-engines copied it from a trainer's GPU themselves, by digests of what they have.
+What is read is proved by digests that begin after it was read, or, where engines copied it from a
+trainer's GPU themselves, by digests of what they have.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync import clock
-from weightsync.shm.incoming_version import ArrivalWriter
+from weightsync.model.manifest import Layout
+from weightsync.shm.incoming_version import ArrivalWriter, IpcAddresses
+from weightsync.shm.segments import Segment
 from weightsync_server.residency.slot import slot_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from weightsync.model.manifest import Layout
-    from weightsync.shm.incoming_version import IpcAddresses
-    from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.residency.segments import SegmentAllocator
-
-__all__ = ["IncomingReader", "IncomingVersions"]
+    from weightsync_server.residency.segment_allocator import SegmentAllocator
 
 
 class IncomingReader:
     """Tells readers which shards of a version are complete and proved, and which lie on a GPU.
 
-    Args:
-        record: The version.
-        layout: Of it.
-        segments: Segment of each shard, in order; they stay its own until it has ended.
-        keeper: Publishes what readers look at.
-
-    Attributes:
-        record: The version.
-        ended_at: Since when nothing more comes: all is here, or its push has failed; None: more
-            may.
+    It is published to the model's events before anything has come, for who may read it or not.
+    The `segments`, by shard, stay the version's own until it has ended. Nothing more comes since
+    `ended_at`; None: more may.
     """
 
     def __init__(
@@ -88,13 +77,7 @@ class IncomingReader:
             self._keeper.conceal(writer.segment)
 
     async def offer(self) -> str:
-        """Return the name on the segment socket of what engines look at; "": it has ended.
-
-        A second time it is the same.
-
-        Raises:
-            WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors).
-        """
+        """Return the name of the segment that engines look at, or empty if it has ended."""
         async with self._making:
             if self._writer is None and self.ended_at is None:
                 await self._make()
@@ -119,27 +102,3 @@ class IncomingReader:
     def _written(self, made: list[ArrivalWriter]) -> Segment:
         made.append(ArrivalWriter(self._layout, self._ids))
         return made[-1].segment
-
-
-class IncomingVersions:
-    """Announces the versions that come in.
-
-    Args:
-        keeper: Publishes what readers look at.
-
-    Attributes:
-        listeners: Told of each; they may read, or not.
-    """
-
-    def __init__(self, keeper: SegmentAllocator) -> None:
-        self._keeper = keeper
-        self.listeners: list[Callable[[IncomingReader], None]] = []
-
-    def announce(
-        self, record: VersionRecord, layout: Layout, segments: Sequence[Segment]
-    ) -> IncomingReader:
-        """Tell that the shards of a version will come into these segments; `end` must follow."""
-        arriving = IncomingReader(record, layout, segments, self._keeper)
-        for listener in self.listeners:
-            listener(arriving)
-        return arriving

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from typing import Any
-
     from weightsync.model.manifest import Manifest
     from weightsync_server.catalog.commits import CommitService, CommittedDelta
     from weightsync_server.catalog.record import VersionRecord
@@ -20,22 +17,12 @@ if TYPE_CHECKING:
     from weightsync_server.residency.slot_pool import SlotPool
     from weightsync_server.store.protocol import Store
 
-__all__ = ["OrphanReaper"]
 
 logger = logging.getLogger(__name__)
 
 
 class OrphanReaper:
-    """Drops versions whose push failed, none from under an engine that serves or prepares it.
-
-    Args:
-        table: The versions of the model.
-        serving: Which of them is live.
-        slots: Where their bytes lie.
-        commits: Commits what comes after all, and erases what was served.
-        store: Where versions are kept.
-        spawn: Runs what nobody waits for.
-    """
+    """Drops versions whose push failed, none from under an engine that serves or prepares it."""
 
     def __init__(
         self,
@@ -54,7 +41,6 @@ class OrphanReaper:
         self._spawn = spawn
 
     def use(self, record: VersionRecord) -> str:
-        """Tell why a version that is not committed must stay; empty: it need not."""
         if self._table.find(record.version) is not record:
             return ""
         if self._serving.is_live(record.version):
@@ -69,8 +55,7 @@ class OrphanReaper:
         Nothing may write to its segments or its files any more.
         """
         # First of all, so that no apply begins to use it while the store is asked.
-        record.durability = pb.DURABILITY_FAILED
-        record.missing = None
+        record.fail()
         if self.use(record):
             logger.warning(
                 "version %d failed to commit and is %s", record.version, self.use(record)
@@ -79,16 +64,15 @@ class OrphanReaper:
         if not keep:
             await self._discard(record)
         if self._table.find(record.version) is record:
-            record.orphaned = True
+            record.orphan()
             self.settle(record)
         else:
             self._slots.release(record)
 
     def settle(self, record: VersionRecord) -> None:
-        """Forget a failed version if nobody uses it any more."""
         if not record.orphaned or self.use(record):
             return
-        record.orphaned = False
+        record.end_orphan()
         self._table.remove(record)
         self._slots.release(record)
         if record.served:
@@ -106,11 +90,7 @@ class OrphanReaper:
         trainer_verified: bool,
         delta: CommittedDelta | None = None,
     ) -> None:
-        """Commit a failed version that is still live, its shards having been stored anew.
-
-        Raises:
-            WeightSyncError: VERSION_CONFLICT, VERSION_NOT_ABOVE, or as `CommitService.commit`.
-        """
+        """Commit a failed version that is still live, its shards having been stored anew."""
         if self._table.find(record.version) is not record or record.manifest is None:
             raise self._table.not_above(record.version)
         if record.manifest.manifest_digest != manifest.manifest_digest:
@@ -121,9 +101,7 @@ class OrphanReaper:
                 metadata={"content_digest": record.content_digest},
             )
         # While it is being committed nobody may drop it, live or not.
-        record.orphaned = False
-        record.durability = pb.DURABILITY_RECEIVING
-        record.epoch = epoch
+        record.reopen(epoch)
         try:
             await self._commits.commit(
                 record, record.manifest, trainer_verified=trainer_verified, delta=delta

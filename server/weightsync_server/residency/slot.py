@@ -1,29 +1,21 @@
-"""One slot: the segments of one resident version, reused from version to version."""
+"""One slot: the segments of one resident version, kept where they are by leases."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.segments import reserved_size
+from weightsync.shm.segments import Segment, reserved_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.residency.segments import SegmentAllocator
-
-__all__ = ["Residue", "Slot", "slot_of"]
+    from weightsync_server.residency.segment_allocator import SegmentAllocator
 
 
 class Residue(NamedTuple):
-    """The bytes of a version that lost its slot, as long as nobody has written over them.
-
-    Attributes:
-        manifest_digest: Which version it was.
-        segments: Its shards, in order; all of them are spare segments of the slot.
-    """
+    """The bytes of a version that lost its slot, in spare segments by shard, not written over."""
 
     manifest_digest: str
     segments: tuple[Segment, ...]
@@ -33,14 +25,12 @@ class Slot:
     """Segments by shard index, and spare ones of an earlier version.
 
     Attributes:
-        index: Number of the slot, from 0.
-        lives: How many versions it was given to; bytes of one stay as they came for one life.
+        lives: How many versions it was given to; bytes stay as they came for one life.
         record: Version whose bytes lie here or arrive; None: none.
         writing: The bytes are not final yet.
         leases: Readers that rely on the bytes.
-        segments: Segment of each shard.
-        document: The staged document, once somebody asked for it.
-        remains: What the spare segments still hold; None: nothing that is of use.
+        document: The staged document, once it was asked for.
+        remains: What the spare segments still hold of use; None: nothing.
     """
 
     def __init__(self, index: int, keeper: SegmentAllocator) -> None:
@@ -58,42 +48,33 @@ class Slot:
 
     @property
     def free(self) -> bool:
-        """Nobody uses it."""
         return self.record is None and not self.writing and not self.leases
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the budget that it holds."""
         owned = [*self.segments.values(), *self._spares]
         if self.document is not None:
             owned.append(self.document)
         return sum(segment.capacity for segment in owned) + self._promised
 
     def ordered(self) -> list[Segment]:
-        """Segments in the order of the shards."""
         return [self.segments[index] for index in range(len(self.segments))]
 
     def begin(self, record: VersionRecord) -> None:
-        """Give the slot to a version whose bytes will be written."""
         self.empty()
         self.lives += 1
         self.record = record
         self.writing = True
-        record.slot = self
+        record.occupy(self)
 
     def pass_to(self, record: VersionRecord) -> None:
-        """Give the slot with its bytes to another record."""
         if self.record is not None:
-            self.record.slot = None
+            self.record.occupy(None)
         self.record = record
-        record.slot = self
+        record.occupy(self)
 
     def promise(self, total: int) -> None:
-        """Reserve memory for `total` bytes of shards beyond what the spare segments hold.
-
-        Raises:
-            WeightSyncError: MEMORY_EXHAUSTED.
-        """
+        """Reserve memory for `total` bytes of shards beyond what the spare segments hold."""
         more = reserved_size(total) - sum(segment.capacity for segment in self._spares)
         if total and more > 0:
             self._keeper.budget.reserve(more)
@@ -124,15 +105,9 @@ class Slot:
             self.remains = None
 
     def spoil(self) -> None:
-        """Take note that the bytes are not what they should be: nothing of use will remain."""
         self.writing = True
 
     async def create(self, shard: int, size: int) -> Segment:
-        """Put a new segment in the shard's place.
-
-        Raises:
-            WeightSyncError: MEMORY_EXHAUSTED.
-        """
         promised = min(self._promised, reserved_size(size))
         self._promised -= promised
         try:
@@ -150,15 +125,13 @@ class Slot:
         self.trim()
 
     def trim(self) -> None:
-        """Retire the spare segments."""
         self.remains = None
         while self._spares:
             self._keeper.retire(self._spares.pop())
 
     def empty(self) -> None:
-        """Forget the version; its segments become spare ones."""
         if self.record is not None:
-            self.record.slot = None
+            self.record.occupy(None)
             # Whatever was being written is no version.
             commit = None if self.writing else self.record.commit
             whole = Residue(commit.manifest_digest, tuple(self.ordered())) if commit else None
@@ -186,12 +159,35 @@ class Slot:
 
 
 def slot_of(record: VersionRecord) -> Slot:
-    """Return the slot of a version that has one.
-
-    Raises:
-        WeightSyncError: FAULT; the server lost count.
-    """
     slot = record.slot
     if isinstance(slot, Slot):
         return slot
     raise WeightSyncError(Reason.FAULT, f"version {record.version} has no slot; call again")
+
+
+@dataclass(eq=False)
+class SlotLease:
+    """While it is held, the segments are neither written nor retired.
+
+    The `slot` counts it already. `staged_id` names its document on the segment socket. `on_release`
+    is called once.
+    """
+
+    record: VersionRecord
+    staged_id: str
+    segments: list[Segment]
+    slot: Slot = field(repr=False)
+    on_release: Callable[[], None] = field(repr=False)
+    _active: bool = True
+
+    def release(self) -> None:
+        """End it; further calls do nothing."""
+        if self._active:
+            self._active = False
+            self.on_release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

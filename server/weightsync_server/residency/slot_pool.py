@@ -1,28 +1,28 @@
-"""The slots of one model: who gets one, in which order, and who waits."""
+"""The slots of one model: who gets one, who waits, and which version loses its slot."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.garbage_collector import GarbageCollector
+from weightsync_server.catalog.serving import ServingState
+from weightsync_server.catalog.version_events import LeaseEnded, SlotWanted
 from weightsync_server.residency.slot import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from weightsync.shm.segments import Segment
+    from weightsync_server.catalog.commits import CommitService
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.residency.segments import SegmentAllocator
+    from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.residency.segment_allocator import SegmentAllocator
 
-__all__ = ["SlotPool"]
 
 _RETRY_AFTER_S = 1.0
-
-#: Order in which versions lose their slot, smallest first; None: this one keeps it.
-Order = tuple[int, int]
 
 
 def _state(slot: Slot) -> str:
@@ -35,7 +35,6 @@ def _state(slot: Slot) -> str:
 
 
 def _push(slot: Slot) -> str:
-    """Return the id of the open push that holds a slot; empty: none does."""
     record = slot.record
     # A slot is written, too, while a committed version is read from the store.
     if record is None or not slot.writing or record.durability != pb.DURABILITY_RECEIVING:
@@ -59,32 +58,29 @@ def _described(slot: Slot) -> str:
 class SlotPool:
     """Gives slots out in the order free, superseded, oldest; first come, first served.
 
-    Args:
-        count: Number of slots.
-        keeper: Makes their segments.
-        order: When a version may lose its slot to another one.
-        evict: Called when it does, before the slot is emptied.
-        durable: What loses its slot can be read from the store again.
+    No version that is live, leased, pinned or being written loses its slot. If `durable`, one that
+    does can be read from the store again.
     """
 
     def __init__(
         self,
         count: int,
         keeper: SegmentAllocator,
-        order: Callable[[VersionRecord, VersionRecord], Order | None],
-        evict: Callable[[VersionRecord], None],
+        table: VersionTable,
+        serving: ServingState,
+        commits: CommitService,
+        collector: GarbageCollector,
         *,
         durable: bool,
     ) -> None:
         self.slots = [Slot(index, keeper) for index in range(count)]
-        #: Told when somebody waits for a slot.
-        self.on_wait: Callable[[], None] = lambda: None
-        #: Called with a version that one reader less relies on.
-        self.on_unleased: Callable[[VersionRecord], None] = lambda _: None
+        self._events = table.events
         self._scratch: set[Slot] = set()
         self._keeper = keeper
-        self._order = order
-        self._evict = evict
+        self._table = table
+        self._serving = serving
+        self._commits = commits
+        self._collector = collector
         self._durable = durable
         self._waiting: deque[tuple[asyncio.Future[Slot], VersionRecord]] = deque()
 
@@ -93,13 +89,7 @@ class SlotPool:
     ) -> Slot:
         """Return a slot that belongs to `record` and is being written.
 
-        Args:
-            record: The version.
-            timeout_s: Longest wait, seconds.
-            more: Asked when that is over for how many seconds more to wait; 0: no longer.
-
-        Raises:
-            WeightSyncError: NO_SLOT when none came free in that time.
+        After `timeout_s`, `more` returns for how many seconds more to wait. Raises NO_SLOT at 0.
         """
         slot = None if self._waiting else self._claim(record)
         if slot is not None:
@@ -107,7 +97,7 @@ class SlotPool:
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         entry = (future, record)
         self._waiting.append(entry)
-        self.on_wait()
+        self._events.publish(SlotWanted())
         left = max(0.0, timeout_s)
         try:
             await asyncio.wait([future], timeout=left)
@@ -122,13 +112,9 @@ class SlotPool:
         raise self.none_free(timeout_s)
 
     def check_room(self, record: VersionRecord) -> None:
-        """Refuse what would have to wait for a slot, and have one freed for the next try.
-
-        Raises:
-            WeightSyncError: NO_SLOT.
-        """
+        """Refuse what would have to wait for a slot, and have one freed for the next try."""
         if record.slot is None and (self._waiting or self._candidate(record) is None):
-            self.on_wait()
+            self._events.publish(SlotWanted())
             raise self.none_free(0)
 
     def _forget(self, entry: tuple[asyncio.Future[Slot], VersionRecord]) -> None:
@@ -143,7 +129,6 @@ class SlotPool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the budget that slots and scratch slots hold."""
         return sum(slot.reserved_bytes for slot in (*self.slots, *self._scratch))
 
     def scratch(self) -> Slot:
@@ -153,10 +138,9 @@ class SlotPool:
         return slot
 
     def borrow(self, record: VersionRecord) -> Slot:
-        """Return a slot, at once, for what is read and given back: no version gets lost by it.
+        """Return a slot, at once, to be given back by `give_back`: no version gets lost by it.
 
-        Where none is free, and bytes that lose theirs could not be read again, it is a `scratch`.
-        `give_back` must follow.
+        It is a `scratch` where none is free, and evicted bytes could not be read again.
         """
         idle = self._durable or any(slot.free for slot in self.slots)
         slot = self._claim(record) if idle else None
@@ -166,7 +150,6 @@ class SlotPool:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Empty what was borrowed."""
         if slot in self._scratch:
             self.discard(slot)
         else:
@@ -174,13 +157,11 @@ class SlotPool:
         self.wake()
 
     def discard(self, slot: Slot) -> None:
-        """Give the memory of a scratch slot back."""
         self._scratch.discard(slot)
         slot.empty()
         slot.trim()
 
     def close(self) -> None:
-        """Give all memory back."""
         for slot in list(self._scratch):
             self.discard(slot)
         for slot in self.slots:
@@ -188,19 +169,15 @@ class SlotPool:
             slot.trim()
 
     def release(self, holder: VersionRecord) -> None:
-        """Empty the slot that a version holds, if it holds one; its memory stays for the next.
-
-        Never another's: a version that has lost its slot already holds none.
-        """
+        """Empty the slot that a version still holds, if any; its memory stays for the next."""
         if holder.slot is not None:
             holder.slot.empty()
             self.wake()
 
     def end_lease(self, slot: Slot) -> None:
-        """Take note that a reader relies on the bytes of a slot no more."""
         slot.leases -= 1
         if slot.record is not None:
-            self.on_unleased(slot.record)
+            self._events.publish(LeaseEnded(slot.record))
         self.wake()
 
     def wake(self) -> None:
@@ -215,11 +192,7 @@ class SlotPool:
             self._waiting.popleft()
 
     async def segment(self, slot: Slot, shard: int, size: int) -> Segment:
-        """Return the segment for a shard of `slot`: a spare one, or a new one.
-
-        Raises:
-            WeightSyncError: MEMORY_EXHAUSTED, after the memory of idle slots was given up.
-        """
+        """Return a spare or new segment for a shard; idle slots give up their memory for it."""
         segment = slot.reuse(shard, size)
         if segment is not None:
             return segment
@@ -232,11 +205,7 @@ class SlotPool:
         return await slot.create(shard, size)
 
     async def promise(self, slot: Slot, total: int) -> None:
-        """Reserve memory for `total` bytes of shards before the first of them arrives.
-
-        Raises:
-            WeightSyncError: MEMORY_EXHAUSTED, after the memory of idle slots was given up.
-        """
+        """Reserve memory for `total` bytes of shards before the first of them arrives."""
         try:
             slot.promise(total)
             return
@@ -254,7 +223,6 @@ class SlotPool:
         await self._keeper.unmapped()
 
     def status(self) -> list[pb.SlotStatus]:
-        """Return what each slot holds."""
         return [
             pb.SlotStatus(
                 slot=slot.index,
@@ -276,7 +244,6 @@ class SlotPool:
         return slot
 
     def _candidate(self, record: VersionRecord) -> Slot | None:
-        """Return the slot that a version would get now, or None."""
         free = [slot for slot in self.slots if slot.free]
         if free:
             # The one that holds what the version is based on, else that with most warm memory.
@@ -294,8 +261,27 @@ class SlotPool:
         ]
         return self.slots[min(ranked)[1]] if ranked else None
 
+    def _order(self, record: VersionRecord, claimer: VersionRecord) -> tuple[int, int] | None:
+        """Tell when a version loses its slot to another, smallest first; None: it keeps it."""
+        if self._collector.use(record):
+            return None
+        if record.holds and not self._durable and claimer.base is not record:
+            # Its only copy, which a delta needs.
+            return None
+        if record.version == self._table.newest and not record.rejected_reason:
+            return (2, record.version)
+        return (1 if record.version in self._serving.ways_back else 0, record.version)
+
+    def _evict(self, record: VersionRecord) -> None:
+        record.evict()
+        if self._durable:
+            self._table.publish(record)
+        else:
+            # memory://: its slot was all there was of it.
+            self._table.remove(record)
+            self._collector.spawn(self._commits.scrub(record))
+
     def none_free(self, waited: float) -> WeightSyncError:
-        """Return the refusal of whoever waited for a slot in vain, for so many seconds."""
         states = "; ".join(_described(slot) for slot in self.slots)
         pushes = [push for push in map(_push, self.slots) if push]
         # A trainer that died in mid-push leaves one that holds its slot.

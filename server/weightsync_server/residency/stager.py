@@ -1,41 +1,110 @@
-"""Versions into slots and onto the segment socket, for whoever wants to read them."""
+"""Versions into slots and onto the segment socket, through fetchers, with the proof of them.
+
+Digests are begun after the last reader has read: earlier ones may have seen other bytes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Layout, Manifest
 from weightsync.shm.staged_version import StagedVersion
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.commits import CommitService
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.serving import ServingState
 from weightsync_server.ops.os_errors import translate_os_errors
-from weightsync_server.residency.digests import StagedDigests
-from weightsync_server.residency.leases import SlotLease
-from weightsync_server.residency.loading import compare
-from weightsync_server.residency.slot import slot_of
-from weightsync_server.store.damage import SHARD_DAMAGE
+from weightsync_server.ops.tasks import all_done
+from weightsync_server.residency.slot import Slot, SlotLease, slot_of
+from weightsync_server.residency.slot_pool import SlotPool
+from weightsync_server.store.protocol import SHARD_DAMAGE, Store
+from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from weightsync.model.manifest import Manifest
-    from weightsync_server.catalog.commits import CommitService
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.catalog.serving import ServingState
     from weightsync_server.catalog.table import VersionTable
-    from weightsync_server.residency.segments import SegmentAllocator
-    from weightsync_server.residency.slot import Slot
-    from weightsync_server.residency.slot_pool import SlotPool
-    from weightsync_server.store.protocol import Store
-    from weightsync_server.workers.fetch.fetch_api import FetchApi
+    from weightsync_server.residency.segment_allocator import SegmentAllocator
 
     #: Fills a slot with a committed version and proves it.
     Materialize = Callable[[Slot, VersionRecord, Manifest], Awaitable[None]]
 
-__all__ = ["Stager"]
+
+async def load_shard(
+    slots: SlotPool, fetch: FetchApi, slot: Slot, layout: Layout, shard: int, source: int | str
+) -> list[bytes]:
+    entry = layout.shards[shard]
+    segment = await slots.segment(slot, shard, entry.size)
+    await fetch.load(source, entry.size, segment)
+    return await fetch.digest(segment, entry)
+
+
+def compare(manifest: Manifest, found: Sequence[Sequence[bytes]], where: str) -> None:
+    """Raise DATA_CORRUPT for shards unlike a manifest, naming the first other tensor.
+
+    `found` are the digests, shard by shard; `where` is for the error's sentence.
+    """
+    flat = tuple(digest for digests in found for digest in digests)
+    if len(flat) != len(manifest.digests):
+        raise WeightSyncError(Reason.DATA_CORRUPT, f"the shards {where} hold other tensors")
+    if flat != manifest.digests:
+        pairs = zip(manifest.layout.tensors, manifest.digests, flat, strict=True)
+        tensor = next(tensor for tensor, ours, theirs in pairs if ours != theirs)
+        name = json.dumps(tensor.name[:100])
+        raise WeightSyncError(
+            Reason.DATA_CORRUPT, f"the bytes of tensor {name} {where} have another digest"
+        )
+
+
+class StagedDigests:
+    """Digests each shard of a leased version once, in the order of `Layout.largest_first`.
+
+    The lease outlives it: call `cancel` before it is released.
+    """
+
+    def __init__(self, lease: SlotLease, manifest: Manifest, fetchers: FetchApi) -> None:
+        self._shards = list(zip(lease.segments, manifest.layout.shards, strict=True))
+        self._manifest = manifest
+        #: What the manifest tells of the shards that readers have proved.
+        self._trusted: dict[int, Sequence[bytes]] = {}
+        self._order = manifest.layout.largest_first
+        self._fetchers = fetchers
+        self._begun: list[asyncio.Task[Sequence[bytes]]] = []
+
+    def trust(self, shards: frozenset[int]) -> None:
+        """Take note that every reader has proved by itself what it has of these shards."""
+        declared = self._manifest.digests_by_shard if shards else []
+        self._trusted = {index: declared[index] for index in shards}
+
+    def begin(self, count: int) -> None:
+        """Begin with those of the first `count` shards that are not begun yet."""
+        for index in self._order[len(self._begun) : max(0, count)]:
+            self._begun.append(asyncio.create_task(self._digest(index)))
+
+    async def all(self) -> list[Sequence[bytes]]:
+        """Return the digests of all tensors, shard by shard; when this raises, all have ended."""
+        self.begin(len(self._shards))
+        found = dict(zip(self._order, await all_done(self._begun), strict=True))
+        return [found[index] for index in range(len(self._shards))]
+
+    async def _digest(self, index: int) -> Sequence[bytes]:
+        if index in self._trusted:
+            return self._trusted[index]
+        return await self._fetchers.digest(*self._shards[index])
+
+    async def cancel(self) -> None:
+        """Forget what was begun; afterwards no fetcher is at a segment for it."""
+        begun, self._begun = self._begun, []
+        self._trusted = {}
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+
 
 _RESTORE = "restore the store from a copy, or delete the version and push its content anew"
 
@@ -53,20 +122,6 @@ def _until(deadline: float) -> float:
 
 
 class Stager:
-    """Reads versions from the store into slots and gives leases on them.
-
-    Args:
-        table: The versions of the model.
-        serving: Which of them is live.
-        commits: Has their manifests.
-        slots: Where their bytes lie.
-        segments: Publishes what readers map.
-        store: Where versions are kept.
-        fetch: Digests what lies in a slot.
-        check: Refuses a committed version that cannot be made.
-        materialize: Makes one.
-    """
-
     def __init__(
         self,
         table: VersionTable,
@@ -95,7 +150,6 @@ class Stager:
         self._documents = asyncio.Lock()
 
     async def close(self) -> None:
-        """Stop reading."""
         for task in self._loading.values():
             task.cancel()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
@@ -105,15 +159,9 @@ class Stager:
     ) -> SlotLease:
         """Return a lease on a version whose bytes lie in a slot, read from the store if need be.
 
-        Args:
-            version: A committed version, or the live one.
-            timeout_s: Longest time to wait, in seconds.
-            for_engine: An engine will map the segments, so they count until they are released.
-            durable: False: a version that is staged will do before it is committed.
-
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN, PUSH_INCOMPLETE, NO_SLOT, DATA_CORRUPT,
-                DEADLINE_EXCEEDED, MEMORY_EXHAUSTED.
+        `version` is a committed one, or the live one. With `for_engine`, an engine will map the
+        segments, so they count until they are released. Without `durable`, a version that is staged
+        will do before it is committed.
         """
         record = self._table.get(version)
         return await self.lease(record, timeout_s, for_engine=for_engine, durable=durable)
@@ -125,15 +173,14 @@ class Stager:
         self._refuse_incomplete(record, durable=durable)
         deadline = asyncio.get_running_loop().time() + timeout_s
         # Meanwhile it is in use: nobody deletes it, nor gets its slot before we have our lease.
-        record.awaited += 1
         try:
-            # Who else uses it may find damage before our turn: then it is read once more.
-            while record.slot is None or record.residency != pb.RESIDENCY_STAGED:
-                await self._loaded(record, timeout_s, deadline)
-            slot = slot_of(record)
-            slot.leases += 1
+            with record.wanted():
+                # Who else uses it may find damage before our turn: then it is read once more.
+                while record.slot is None or record.residency != pb.RESIDENCY_STAGED:
+                    await self._loaded(record, timeout_s, deadline)
+                slot = slot_of(record)
+                slot.leases += 1
         finally:
-            record.awaited -= 1
             self._slots.wake()
         try:
             document = await self._document(record, slot)
@@ -147,19 +194,13 @@ class Stager:
         )
 
     def hand_over(self, record: VersionRecord, known: VersionRecord, manifest: Manifest) -> None:
-        """Give the slot of a record to the version that it repeats, or free it.
-
-        Args:
-            record: Whose slot holds the bytes, verified.
-            known: The committed version that these bytes turned out to be.
-            manifest: Of the bytes.
-        """
+        """Give a record's slot, verified, to the committed version that it repeats, or free it."""
         same = known.commit is not None and known.commit.manifest_digest == manifest.manifest_digest
         # Whoever reads it already waits for a slot of its own: with this one it would hold two.
         if same and known.slot is None and known.version not in self._loading:
             slot_of(record).pass_to(known)
             # Also one whose only copy had been damaged.
-            known.durability = pb.DURABILITY_COMMITTED
+            known.recover()
             self._table.staged(known, manifest)
         else:
             self._slots.release(record)
@@ -174,14 +215,9 @@ class Stager:
             await digests.cancel()
 
     async def verify(self, lease: SlotLease, digests: StagedDigests | None = None) -> None:
-        """Prove again that the segments hold the version.
+        """Prove again that the segments hold the version, or raise DATA_CORRUPT.
 
-        Args:
-            lease: On the version.
-            digests: Of its segments, as far as they were begun; None: begin now.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT, naming the tensor; the next `stage` reads the store.
+        After that error the next `stage` reads the store. `digests` None begins them now.
         """
         with translate_os_errors("verifying a staged version"):
             await failpoints.reach("stage.verify")
@@ -270,13 +306,13 @@ class Stager:
             raise _not_ours(record, error.message, _RESTORE) from error
         slot = await self._slots.take(record, 0, lambda: _until(self._queued[record.version]))
         del self._queued[record.version]
-        record.residency = pb.RESIDENCY_STAGING
+        record.begin_staging()
         self._table.touch(record)
         try:
             manifest = await self._commits.manifest(record)
             await self._materialize(slot, record, manifest)
         except BaseException as error:
-            record.residency = pb.RESIDENCY_ABSENT
+            record.leave_memory()
             slot.spoil()
             self._slots.release(record)
             self._table.touch(record)
@@ -291,15 +327,14 @@ class Stager:
             return
         if record.commit is None:
             # Its push may be at work in the slot, and frees it when it fails to commit.
-            record.durability = pb.DURABILITY_FAILED
-            record.residency = pb.RESIDENCY_STAGING
+            record.lose()
+            record.begin_staging()
             self._table.touch(record)
             return
-        record.manifest = None
-        record.residency = pb.RESIDENCY_ABSENT
+        record.evict()
         if not self._store.durable:
             # Its only copy is gone: no apply may choose it.
-            record.durability = pb.DURABILITY_FAILED
+            record.lose()
         slot.spoil()
         self._slots.release(record)
         self._table.touch(record)

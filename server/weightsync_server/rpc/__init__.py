@@ -1,19 +1,25 @@
-"""The gRPC face of the server: thin, one method per RPC, no rules of its own."""
+"""The gRPC face of the server: thin, and without rules of its own."""
 
 from __future__ import annotations
 
-from weightsync_server.rpc.debug_servicer import add_debug_service
-from weightsync_server.rpc.health import PUSH, SERVING, Announcer, HealthServicer, PushHealth
-from weightsync_server.rpc.registration import add_service
-from weightsync_server.rpc.servicer import WeightSyncServicer
+from weightsync_server.rpc.servicers import (
+    CHECK_HEALTH,
+    PUSH,
+    SERVING,
+    Announcer,
+    HealthServicer,
+    PushHealth,
+    add_calls,
+    failpoint_calls,
+)
 
 __all__ = [
+    "CHECK_HEALTH",
     "PUSH",
     "SERVING",
     "Announcer",
     "HealthServicer",
     "PushHealth",
-    "WeightSyncServicer",
-    "add_debug_service",
-    "add_service",
+    "add_calls",
+    "failpoint_calls",
 ]

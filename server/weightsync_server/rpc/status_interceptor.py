@@ -1,108 +1,39 @@
-"""The one place where errors become gRPC statuses and calls become metrics."""
+"""gRPC's calls through the guard: what it refuses becomes the status of the call."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
-import logging
-import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import grpc
-from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import to_status
-from weightsync_server.ops.deadlines import DeadlineMonitor
-from weightsync_server.ops.method_handlers import behavior_of, with_behavior
-from weightsync_server.ops.os_errors import system_fault, to_refusal
+from weightsync_server.auth.caller import host_of
+from weightsync_server.usecases.guard import CallGuard, Method, let_go
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-
-    from google.protobuf.descriptor import ServiceDescriptor
-
-__all__ = ["GuardInterceptor", "RpcMetrics"]
-
-logger = logging.getLogger(__name__)
+#: What makes a handler, by whether requests and responses are streams.
+HANDLER_MAKERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
 
 _RETRY_AFTER_S = 1.0
 
-#: The ecosystem's names of calls, by whether requests and responses are streams.
-_KINDS: Mapping[tuple[bool, bool], str] = {
-    (False, False): "unary",
-    (True, False): "client_stream",
-    (False, True): "server_stream",
-    (True, True): "bidi_stream",
-}
-
-
-class RpcMetrics:
-    """The ecosystem's metrics of RPCs (https://github.com/grpc-ecosystem/go-grpc-middleware)."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        labels = ["grpc_type", "grpc_service", "grpc_method"]
-        self._started = Counter(
-            "grpc_server_started_total", "RPCs started.", labels, registry=registry
-        )
-        self._handled = Counter(
-            "grpc_server_handled_total", "RPCs ended.", [*labels, "grpc_code"], registry=registry
-        )
-        self._seconds = Histogram(
-            "grpc_server_handling_seconds", "Time per RPC.", labels, registry=registry
-        )
-
-    def initialize(self, service: ServiceDescriptor) -> None:
-        """Make every child of a service, so that a rate exists before the first failure."""
-        for method in service.methods:
-            streams = bool(method.client_streaming), bool(method.server_streaming)
-            labels = (_KINDS[streams], service.full_name, method.name)
-            self._started.labels(*labels)
-            self._seconds.labels(*labels)
-            for code in grpc.StatusCode:
-                self._handled.labels(*labels, _camel(code))
-
-    def start(self, kind: str, service: str, method: str) -> Callable[[grpc.StatusCode], None]:
-        """Count a start; call the result with the status at the end."""
-        self._started.labels(kind, service, method).inc()
-        begin = time.perf_counter()
-
-        def end(code: grpc.StatusCode) -> None:
-            self._handled.labels(kind, service, method, _camel(code)).inc()
-            self._seconds.labels(kind, service, method).observe(time.perf_counter() - begin)
-
-        return end
-
-
-def _camel(code: grpc.StatusCode) -> str:
-    # grpc-go's names of codes, as dashboards of the ecosystem expect them: OK, NotFound, ...
-    return "OK" if code is grpc.StatusCode.OK else code.name.title().replace("_", "")
-
 
 class GuardInterceptor(grpc.aio.ServerInterceptor):
-    """Turns WeightSyncError into a rich status, anything else into a logged, textless fault.
+    """Turns refusals into rich statuses.
 
-    What the operating system refused is told as such, and is no fault of the server.
-
-    Args:
-        metrics: Counts calls.
-        on_fault: Called for each fault.
-        reader_timeout_s: Seconds that a reader may take for one message of a stream.
-        bounds: Told of every call that has a deadline.
+    `reader_timeout_s` is what a reader may take for one message of a stream.
     """
 
-    def __init__(
-        self,
-        metrics: RpcMetrics,
-        on_fault: Callable[[], None],
-        reader_timeout_s: float = 10.0,
-        bounds: DeadlineMonitor | None = None,
-    ) -> None:
-        self._bounds = bounds or DeadlineMonitor()
-        self._metrics = metrics
-        self._on_fault = on_fault
+    def __init__(self, guard: CallGuard, reader_timeout_s: float = 10.0) -> None:
+        self._guard = guard
         self._reader_timeout_s = reader_timeout_s
 
     async def intercept_service(
@@ -112,75 +43,81 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the handler of every method."""
         handler = await continuation(handler_call_details)
-        if handler is None or _writes_itself(handler):
-            return handler
-        _, service, method = f"/{handler_call_details.method.lstrip('/')}".split("/", 2)
-        return _wrap(handler, self._guard(_kind(handler), service, method))
-
-    def _guard(self, kind: str, service: str, method: str) -> _Guard:
-        start = functools.partial(self._metrics.start, kind, service, method)
-        return _Guard(start, self._on_fault, method, self._reader_timeout_s, self._bounds)
+        if handler is None:
+            return None
+        _, service, name = f"/{handler_call_details.method.lstrip('/')}".split("/", 2)
+        streams = bool(handler.request_streaming), bool(handler.response_streaming)
+        call = GuardedCall(self._guard, Method(service, name, *streams), self._reader_timeout_s)
+        return call.handler(handler)
 
 
-def _writes_itself(handler: grpc.RpcMethodHandler[Any, Any]) -> bool:
-    # health.Watch is a coroutine that writes to its context; there is nothing to iterate over.
-    inner = handler.unary_stream or handler.stream_stream
-    return inner is not None and not inspect.isasyncgenfunction(inner)
+class GuardedCall:
+    """How the calls of one method are served; a message that takes longer to go is the last."""
 
-
-def _kind(handler: grpc.RpcMethodHandler[Any, Any]) -> str:
-    return _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
-
-
-class _Guard:
-    def __init__(
-        self,
-        start: Callable[[], Callable[[grpc.StatusCode], None]],
-        on_fault: Callable[[], None],
-        method: str,
-        reader_timeout_s: float,
-        bounds: DeadlineMonitor,
-    ) -> None:
-        self._bounds = bounds
-        self._start = start
-        self._on_fault = on_fault
+    def __init__(self, guard: CallGuard, method: Method, reader_timeout_s: float) -> None:
+        self._guard = guard
         self._method = method
         self._reader_timeout_s = reader_timeout_s
 
-    def bounded(self, context: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a block that must end by the caller's deadline, if it has one."""
-        left = context.time_remaining()
-        if left is None:
-            return contextlib.nullcontext()
-        return self._bounds.within(f"a call of {self._method}", left)
+    def handler(self, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        inner: Any = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+        serve = self.unary
+        if self._method.gets_stream:
+            serve = self.stream if inspect.isasyncgenfunction(inner) else self.writer
 
-    async def unary(self, inner: Callable[..., Awaitable[Any]], request: Any, context: Any) -> Any:
-        end = self._start()
-        try:
-            result = await inner(request, context)
-        except BaseException as error:
-            await self._fail(error, context, end)
-            raise
-        else:
-            end(grpc.StatusCode.OK)
-            return result
+        async def serving(request: Any, context: Any) -> Any:
+            return await serve(inner, request, context)
 
-    async def stream(
-        self, inner: Callable[..., AsyncGenerator[Any]], request: Any, context: Any
-    ) -> None:
-        end = self._start()
+        make: Any = HANDLER_MAKERS[self._method.sends_stream, self._method.gets_stream]
+        made: grpc.RpcMethodHandler[Any, Any] = make(
+            serving, handler.request_deserializer, handler.response_serializer
+        )
+        return made
+
+    async def unary(self, inner: Any, request: Any, context: Any) -> Any:
+        with self._guard.bounded(self._method, context.time_remaining()):
+            try:
+                with self._counted(context):
+                    return await inner(request, context)
+            except WeightSyncError as error:
+                await _abort(error, context)
+
+    async def stream(self, inner: Any, request: Any, context: Any) -> None:
+        with self._guard.bounded(self._method, context.time_remaining()):
+            try:
+                # Closed before a refusal is sent, which may wait for the reader: a slot is not
+                # held.
+                with self._counted(context):
+                    async with contextlib.aclosing(inner(request, context)) as messages:
+                        async for message in messages:
+                            await self._write(context, message)
+            except WeightSyncError as error:
+                await _abort(error, context)
+
+    async def writer(self, inner: Any, request: Any, context: Any) -> None:
+        """Serve a call whose method writes to its context, as health.Watch does."""
         try:
-            # Closed before a refusal is sent, which may wait for the reader: a slot is not held.
-            async with contextlib.aclosing(inner(request, context)) as messages:
-                async for message in messages:
-                    await self._write(context, message)
-        except BaseException as error:
-            await self._fail(error, context, end)
-            raise
-        else:
-            end(grpc.StatusCode.OK)
+            with self._guard.limited(self._method, _name(context)):
+                await inner(request, context)
+        except WeightSyncError as error:
+            await _abort(error, context)
+
+    @contextlib.contextmanager
+    def _counted(self, context: Any) -> Iterator[None]:
+        with self._guard.counted(self._method, _name(context), context.code):
+            try:
+                yield
+            except grpc.aio.UsageError:
+                if not context.cancelled():
+                    raise
+                # The caller left between two messages.
+                raise asyncio.CancelledError from None
 
     async def _write(self, context: Any, message: Any) -> None:
         try:
@@ -193,47 +130,18 @@ class _Guard:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
                 f"the reader took no message for {self._reader_timeout_s:g} s; call "
-                f"{self._method} again and read faster, or raise reader_timeout_s",
+                f"{self._method.name} again and read faster, or raise reader_timeout_s",
                 retry_after_s=_RETRY_AFTER_S,
             ) from None
 
-    async def _fail(
-        self, error: BaseException, context: Any, end: Callable[[grpc.StatusCode], None]
-    ) -> None:
-        """Abort the call, or return where the error must be passed on as it is."""
-        if isinstance(error, asyncio.CancelledError):
-            end(grpc.StatusCode.CANCELLED)
-            return
-        if isinstance(error, grpc.aio.UsageError) and context.cancelled():
-            # The caller left between two messages.
-            end(grpc.StatusCode.CANCELLED)
-            raise asyncio.CancelledError
-        if isinstance(error, grpc.aio.AbortError):
-            end(context.code() or grpc.StatusCode.UNKNOWN)
-            return
-        if not isinstance(error, WeightSyncError):
-            logger.error("%s failed", self._method, exc_info=error)
-            if system_fault(error, self._method) is None:
-                self._on_fault()
-            error = to_refusal(error, self._method)
-        end(error.code)
-        status = to_status(error)
-        # It goes no further: a task or a push that keeps it need not keep every frame of its way.
-        error.__traceback__ = error.__context__ = error.__cause__ = None
-        await context.abort_with_status(status)
+
+def _name(context: Any) -> str:
+    """Return whose call it is; where authority has not been asked, its host."""
+    caller = getattr(context, "caller", None)
+    return caller.name if caller is not None else host_of(context.peer())
 
 
-def _wrap(
-    handler: grpc.RpcMethodHandler[Any, Any], guard: _Guard
-) -> grpc.RpcMethodHandler[Any, Any]:
-    inner = behavior_of(handler)
-
-    async def unary(request: Any, context: Any) -> Any:
-        with guard.bounded(context):
-            return await guard.unary(inner, request, context)
-
-    async def stream(request: Any, context: Any) -> None:
-        with guard.bounded(context):
-            await guard.stream(inner, request, context)
-
-    return with_behavior(handler, stream if handler.response_streaming else unary)
+async def _abort(error: WeightSyncError, context: Any) -> None:
+    status = to_status(error)
+    let_go(error)
+    await context.abort_with_status(status)

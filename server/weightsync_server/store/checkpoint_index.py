@@ -1,8 +1,7 @@
 """The list beside a shard that is still arriving: which of its bytes are on disk.
 
-Its first line tells the shard, each further one a range of bytes with their digest. So the list
-proves what it tells: a range that a crash has torn, or whose bytes were damaged, is found when it
-is read back. Every line has a checksum in front; one that is damaged counts for nothing.
+Its first line tells the shard, each further one a range of bytes with their digest, so that a torn
+range is found when it is read back. A line whose checksum is wrong counts for nothing.
 """
 
 from __future__ import annotations
@@ -18,21 +17,13 @@ import xxhash
 from weightsync.model.manifest import ShardEntry
 from weightsync_server.ops import durable_files
 
-__all__ = ["SUFFIX", "CheckpointIndex", "Range", "note", "read"]
-
 #: What the name of the list adds to that of the shard.
 SUFFIX = ".kept"
 
 
 @dataclass(frozen=True)
 class Range:
-    """Consecutive bytes of a shard on disk.
-
-    Attributes:
-        begin: The first.
-        end: One past the last.
-        digest: Their xxh3-128, hexadecimal.
-    """
+    """Consecutive bytes of a shard on disk, with their hexadecimal xxh3-128."""
 
     begin: int
     end: int
@@ -41,13 +32,7 @@ class Range:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """What a list tells.
-
-    Attributes:
-        entry: Name and sizes of the shard.
-        header_digest: xxh3-128 of its header, which is among the kept bytes; hexadecimal.
-        ranges: From the first byte on, without a gap.
-    """
+    """What a list tells; its `ranges` begin at the first byte and have no gap."""
 
     entry: ShardEntry
     header_digest: str
@@ -55,21 +40,13 @@ class CheckpointIndex:
 
     @property
     def end(self) -> int:
-        """Number of bytes kept."""
         return self.ranges[-1].end if self.ranges else 0
 
 
 def note(path: str, entry: ShardEntry, header_digest: str, kept: Range) -> None:
-    """Add a range to the list of a shard, durably but for its name; the first one begins it anew.
+    """Add a durable range to the list of a shard's file; the first one begins it anew.
 
-    Args:
-        path: The shard's file.
-        entry: Name and sizes of the shard.
-        header_digest: xxh3-128 of its header, hexadecimal.
-        kept: Bytes that are durable.
-
-    Raises:
-        OSError: The range may be in the list; its digest tells whether it counts.
+    The line is durable, but not the list's name. After an OSError the range may be in it.
     """
     data = _line([kept.begin, kept.end, kept.digest])
     if kept.begin == 0:
@@ -86,12 +63,7 @@ def note(path: str, entry: ShardEntry, header_digest: str, kept: Range) -> None:
 
 
 def read(path: str) -> CheckpointIndex:
-    """Return the list of a shard's file.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It does not tell its shard.
-    """
+    """Return the list of a shard's file; ValueError if it does not tell its shard."""
     lines = [_parsed(line) for line in Path(path + SUFFIX).read_bytes().split(b"\n")]
     first, *others = [line for line in lines if line is not None] or [[]]
     try:

@@ -12,7 +12,6 @@ from weightsync_server.ops.tasks import in_thread
 if TYPE_CHECKING:
     from weightsync_server.store.protocol import Store
 
-__all__ = ["DiskQuota", "DiskReservation"]
 
 #: Room is freed in less, but for a disk that hangs; more would only put the refusal off.
 _WAIT_S = 10.0
@@ -21,22 +20,18 @@ _WAIT_S = 10.0
 class DiskQuota:
     """Counts what open pushes were promised; with the floor it never exceeds what is free.
 
-    Args:
-        store: Where versions are kept; asked how much is free.
-        floor_bytes: Free space that no push may use: journal and records live from it.
-        wait_s: Longest wait for room that is being freed, in seconds.
+    The last `floor_bytes` are for journal and records.
     """
 
     def __init__(self, store: Store, floor_bytes: int = 0, *, wait_s: float = _WAIT_S) -> None:
         self.promised = 0
         self.wait_s = wait_s
         self._store = store
-        self._floor = floor_bytes
+        self.floor_bytes = floor_bytes
         self._lock = asyncio.Lock()
         self._freeing: set[asyncio.Future[Any]] = set()
 
     def share(self) -> DiskReservation:
-        """Return the share of one push, empty yet."""
         return DiskReservation(self, self._lock, asyncio.get_running_loop().create_future())
 
     def frees(self, work: asyncio.Future[Any]) -> None:
@@ -46,37 +41,31 @@ class DiskQuota:
 
     @property
     def freeing(self) -> set[asyncio.Future[Any]]:
-        """The work under way that gives room back."""
         return {work for work in self._freeing if not work.done()}
 
     async def reserve(self, size: int) -> None:
-        """Promise `size` bytes more. What is being written counts twice for a moment.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED with the numbers; nothing is promised.
-        """
+        """Promise `size` bytes more; what is being written counts twice for a moment."""
         try:
             free = await in_thread(self._store.free_bytes)
         except OSError as error:
             raise write_fault(error, "asking for the free space of the store") from error
-        left = max(0, free - self.promised - self._floor)
+        left = max(0, free - self.promised - self.floor_bytes)
         if size > left:
             raise WeightSyncError(
                 Reason.DISK_EXHAUSTED,
                 f"{size} bytes of the store are needed, {left} can be had: {free} are free, "
-                f"{self.promised} promised to open pushes and {self._floor} kept free; free space "
-                "in the store, delete versions, or lower disk_floor_bytes",
+                f"{self.promised} promised to open pushes and {self.floor_bytes} kept free; free "
+                "space in the store, delete versions, or lower disk_floor_bytes",
                 metadata={
                     "needed_bytes": str(size),
                     "free_bytes": str(free),
                     "promised_bytes": str(self.promised),
-                    "floor_bytes": str(self._floor),
+                    "floor_bytes": str(self.floor_bytes),
                 },
             )
         self.promised += size
 
     def release(self, size: int) -> None:
-        """Take back a promise of `size` bytes: they are written, or never will be."""
         self.promised -= size
 
 
@@ -100,11 +89,8 @@ class DiskReservation:
     async def promise(self, total: int) -> None:
         """Make sure that `total` bytes, all of the push so far, have room.
 
-        Where they have none it waits a while for room that is being freed, if any is.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED; what was promised before still is. Or why the push
-                has failed meanwhile.
+        Waits a while for room that is being freed. When it raises, DISK_EXHAUSTED or why the push
+        has failed meanwhile, what was promised before still is.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._budget.wait_s
@@ -138,11 +124,9 @@ class DiskReservation:
                 self._total = total
 
     def covers(self, total: int) -> bool:
-        """Return whether so much was promised already."""
         return total <= self._total
 
     def wrote(self, size: int) -> None:
-        """Take note that `size` promised bytes now are on the disk."""
         if not self._closed:
             # A shard whose proof failed is written again.
             size = min(size, self._total - self._written)
@@ -157,7 +141,6 @@ class DiskReservation:
         self._budget.frees(closing)
 
     def close(self) -> None:
-        """Give back what was promised and not written."""
         if not self._closed:
             self._closed = True
             self._budget.release(self._total - self._written)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Manifest
 from weightsync_server.store.protocol import check_epoch, check_model, check_version
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from weightsync.model.manifest import Manifest
-    from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
-
-__all__ = ["MemoryStore"]
+from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
 
 
 class MemoryStore:
@@ -30,11 +25,9 @@ class MemoryStore:
         self._marks: dict[str, dict[str, Any]] = {}
 
     async def open(self) -> list[CommitRecord]:
-        """Return what was committed since this object was made."""
         return [self._versions[key][0] for key in sorted(self._versions)]
 
     def free_bytes(self) -> int:
-        """Return a number without meaning: no shard is ever stored here."""
         return 1 << 62
 
     def shard_path(
@@ -47,7 +40,6 @@ class MemoryStore:
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
     ) -> None:
-        """Make a version exist until this process ends; its slot holds it in full."""
         key = _check(record.model, record.version)
         if not record.adopted:
             check_epoch(record.epoch, self._epochs.get(record.model, 0))
@@ -60,11 +52,9 @@ class MemoryStore:
             )
 
     async def discard(self, model: str, version: int) -> None:
-        """Do nothing: an uncommitted version left nothing here."""
         _check(model, version)
 
     async def manifest(self, model: str, version: int) -> Manifest:
-        """Return the manifest of a committed version."""
         try:
             return self._versions[_check(model, version)][1]
         except KeyError:
@@ -73,57 +63,45 @@ class MemoryStore:
             ) from None
 
     async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
-        """Take the record; a version is never kept as a delta here."""
         self._versions[_check(record.model, record.version)] = (record, manifest)
 
     async def delta(self, model: str, version: int) -> Manifest:
-        """Refuse: a version is never kept as a delta here."""
         _check(model, version)
         raise WeightSyncError(
             Reason.VERSION_UNKNOWN, f"version {version} of {model} is not kept as a delta"
         )
 
     async def tidy(self, model: str, version: int) -> None:
-        """Do nothing: no shard is kept."""
         _check(model, version)
 
     async def delete(self, model: str, version: int) -> None:
-        """Forget a version."""
         self._versions.pop(_check(model, version), None)
 
     async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
-        """Return nothing: no other server has it."""
         check_model(model)
         return []
 
     async def collects(self, model: str) -> bool:
-        """Return True: no other server has it."""
         check_model(model)
         return True
 
     async def read_epoch(self, model: str) -> int:
-        """Return the newest epoch written; 0 before the first."""
         return self._epochs.get(check_model(model), 0)
 
     async def write_epoch(self, model: str, epoch: int) -> None:
-        """Record an epoch until this process ends."""
         check_epoch(epoch, self._epochs.get(check_model(model), 0))
         self._epochs[model] = epoch
 
     async def read_marks(self, model: str) -> dict[str, Any]:
-        """Return what `write_marks` wrote last; empty before the first."""
         return dict(self._marks.get(check_model(model), {}))
 
     async def write_marks(self, model: str, marks: Mapping[str, Any]) -> None:
-        """Replace the marks until this process ends."""
         self._marks[check_model(model)] = dict(marks)
 
     async def record_push(self, record: PushRecord) -> None:
-        """Do nothing: no push survives."""
         _check(record.model, record.version)
 
     async def open_pushes(self, model: str) -> list[OpenPush]:
-        """Return nothing: no push survives."""
         check_model(model)
         return []
 

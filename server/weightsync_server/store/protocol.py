@@ -1,20 +1,17 @@
-"""What every store promises, and the checks that stand before every path."""
+"""What every store promises, the checks before every path, and which errors mean damage.
+
+There are three sets because three kinds of bytes are read, each wrong in its own ways.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.manifest import MAX_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from weightsync.model.manifest import Manifest
-    from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
-
-__all__ = ["MODEL_NAME", "Store", "check_epoch", "check_model", "check_version"]
+from weightsync.model.manifest import MAX_VERSION, Manifest
+from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
 
 #: Names of models, fit for a path.
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -23,11 +20,8 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 class Store(Protocol):
     """Keeps versions, epochs and marks. Its methods are called from the event loop.
 
-    Attributes:
-        durable: Whether a committed version survives a crash.
-        local: Whether shards are files of this host, which can be kept in parts while they arrive
-            and read again for little.
-        url: Where it is.
+    If `durable`, a committed version survives a crash. If `local`, shards are files of this host,
+    which can be kept in parts while they arrive and read again for little.
     """
 
     durable: bool
@@ -43,25 +37,18 @@ class Store(Protocol):
 
         Leftovers of uncommitted versions are removed; a committed version with a file that is
         missing or has another length is put aside and not returned, nor is what is based on it.
-
-        Raises:
-            WeightSyncError: The store cannot be used.
         """
 
     def free_bytes(self) -> int:
-        """Return how many bytes more it can take; blocks.
-
-        Raises:
-            OSError: It cannot be asked.
-        """
+        """Return how many bytes more it can take; blocks."""
 
     def shard_path(
         self, model: str, version: int, shard: int, *, delta: bool = False
     ) -> str | None:
         """Return the place to persist a shard to and load it from; None: this store keeps none.
 
-        It is a path, or what `objects.object_keys.is_location` knows. Of a version that is not
-        committed it is where a shard is persisted to; of a committed one, where it lies.
+        A path, or what `object_keys.is_location` knows. Before the commit it is where a shard is
+        persisted to; afterwards, where it lies.
         """
 
     async def commit(
@@ -69,15 +56,9 @@ class Store(Protocol):
     ) -> None:
         """Make a version exist, its shards having been persisted; when it raises, it does not.
 
-        Repeating it with the same content changes nothing.
-
-        Args:
-            record: What makes it exist.
-            manifest: Of the whole version.
-            delta: Of the delta shards that were persisted in the place of the whole ones.
-
-        Raises:
-            WeightSyncError: EPOCH_STALE, VERSION_CONFLICT, PUSH_INCOMPLETE, DISK_EXHAUSTED, FAULT.
+        Repeating it with the same content changes nothing. `delta` is the manifest of the delta
+        shards that were persisted in the place of the whole ones. Raises EPOCH_STALE,
+        VERSION_CONFLICT, PUSH_INCOMPLETE, DISK_EXHAUSTED, FAULT.
         """
 
     async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
@@ -85,28 +66,17 @@ class Store(Protocol):
 
         All or nothing: when it raises, the version is kept in one form or the other, and both can
         be read until the store is opened again. Nobody may read its delta shards any more.
-
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN, PUSH_INCOMPLETE, DISK_EXHAUSTED, FAULT; EPOCH_STALE:
-                another server that uses the store has the newest epoch.
+        EPOCH_STALE: another server that uses the store has the newest epoch.
         """
 
     async def discard(self, model: str, version: int) -> None:
         """Remove what a failed push left; what is committed or another server's stays untouched."""
 
     async def manifest(self, model: str, version: int) -> Manifest:
-        """Return the manifest of a committed version.
-
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN, DATA_CORRUPT.
-        """
+        """Return the manifest of a committed version; VERSION_UNKNOWN, DATA_CORRUPT."""
 
     async def delta(self, model: str, version: int) -> Manifest:
-        """Return the manifest of the delta shards of a version that is kept as a delta.
-
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN, DATA_CORRUPT.
-        """
+        """Return the manifest of a version's delta shards; VERSION_UNKNOWN, DATA_CORRUPT."""
 
     async def tidy(self, model: str, version: int) -> None:
         """Remove whole shards that were persisted for a fold which is not to be."""
@@ -114,41 +84,24 @@ class Store(Protocol):
     async def delete(self, model: str, version: int) -> None:
         """Remove a version, its commit record first. An unknown one is fine.
 
-        Raises:
-            WeightSyncError: FAULT. VERSION_IN_USE: another version is based on it. EPOCH_STALE:
-                another server that uses the store has the newest epoch.
+        VERSION_IN_USE: another version is based on it. EPOCH_STALE: another server has the newest
+        one.
         """
 
     async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
-        """Return versions that exist, by number, those of other servers with them, where it knows.
-
-        Raises:
-            WeightSyncError: The store cannot be used.
-        """
+        """Return versions that exist, by number, those of other servers with them, if it knows."""
 
     async def collects(self, model: str) -> bool:
         """Return whether this server may remove versions: of several, one may."""
 
     async def read_epoch(self, model: str) -> int:
-        """Return the newest epoch written; 0 before the first.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT.
-        """
+        """Return the newest epoch written; 0 before the first."""
 
     async def write_epoch(self, model: str, epoch: int) -> None:
-        """Record an epoch: when this returns, older writers can no longer commit.
-
-        Raises:
-            WeightSyncError: EPOCH_STALE when a newer one is recorded, or another server has it.
-        """
+        """Record an epoch: when this returns, older writers can no longer commit."""
 
     async def read_marks(self, model: str) -> dict[str, Any]:
-        """Return what `write_marks` wrote last; empty before the first.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT.
-        """
+        """Return what `write_marks` wrote last; empty before the first."""
 
     async def write_marks(self, model: str, marks: Mapping[str, Any]) -> None:
         """Replace the marks (pins, rejections), all or nothing."""
@@ -156,10 +109,8 @@ class Store(Protocol):
     async def record_push(self, record: PushRecord) -> None:
         """Write down that a push is open, until its version is committed or discarded.
 
-        Raises:
-            WeightSyncError: VERSION_CONFLICT when its version comes, or came, through another
-                server; EPOCH_STALE: another one that uses the store has its epoch;
-                DISK_EXHAUSTED, FAULT.
+        VERSION_CONFLICT: its version comes, or came, through another server. EPOCH_STALE: another
+        one that uses the store has its epoch.
         """
 
     async def open_pushes(self, model: str) -> list[OpenPush]:
@@ -167,11 +118,6 @@ class Store(Protocol):
 
 
 def check_model(model: str) -> str:
-    """Return the model name, fit for a path.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID.
-    """
     if not MODEL_NAME.fullmatch(model):
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
@@ -181,11 +127,6 @@ def check_model(model: str) -> str:
 
 
 def check_version(version: int) -> int:
-    """Return the version number, fit for a path.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID.
-    """
     if type(version) is not int or not 1 <= version <= MAX_VERSION:
         raise WeightSyncError(
             Reason.REQUEST_INVALID, f"version {version!r} is not from 1 to {MAX_VERSION}"
@@ -194,11 +135,6 @@ def check_version(version: int) -> int:
 
 
 def check_epoch(epoch: int, newest: int) -> None:
-    """Refuse a writer that is not the newest.
-
-    Raises:
-        WeightSyncError: EPOCH_STALE.
-    """
     if epoch < newest:
         raise WeightSyncError(
             Reason.EPOCH_STALE,
@@ -206,3 +142,11 @@ def check_epoch(epoch: int, newest: int) -> None:
             "epoch if this writer shall take over",
             metadata={"epoch": str(newest)},
         )
+
+
+#: Of whole shards, in shared memory or a file.
+SHARD_DAMAGE = frozenset({Reason.DATA_CORRUPT, Reason.SHARD_INVALID, Reason.LAYOUT_INVALID})
+#: Of delta shards: their own digests, and those of what they change, may differ.
+DELTA_DAMAGE = frozenset({Reason.SHARD_INVALID, Reason.DIGEST_MISMATCH, Reason.LAYOUT_INVALID})
+#: Of a version in the store, where files may be missing as well.
+STORED_DAMAGE = SHARD_DAMAGE | {Reason.VERSION_UNKNOWN}

@@ -1,47 +1,57 @@
-"""What a store writes down of versions and of open pushes, and the checks of what it reads."""
+"""What a store writes of versions and open pushes, in small files that survive a crash."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import xxhash
+
+from weightsync_server.ops import durable_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from weightsync.model.manifest import ShardEntry, TensorEntry
 
-__all__ = ["CommitRecord", "DeltaFacts", "OpenPush", "PushRecord", "ShardCheckpoint"]
 
-_Record = TypeVar("_Record", "CommitRecord", "PushRecord")
 #: What a JSON document holds of a field, by its annotation.
 _KINDS = {"Mapping[str, str]": dict, "bool": bool, "float": float, "int": int, "str": str}
 
 
 @dataclass(frozen=True)
-class CommitRecord:
+class _Record:
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned; ValueError: a field is missing or of another type."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            # Records of earlier releases lack what has a default.
+            default = None if field.default is MISSING else field.default
+            values[field.name] = document.get(field.name, default)
+            if type(values[field.name]) is not _KINDS[str(field.type)]:
+                raise ValueError(f"{field.name} is {values[field.name]!r}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class CommitRecord(_Record):
     """What makes a version exist.
 
     Attributes:
-        model: Model name.
-        version: Version number.
-        content_digest: Identity of the version.
-        manifest_digest: Identity of this encoding of it.
-        layout_digest: Digest of its layout.
-        epoch: Epoch of the writer.
-        commit_time_ns: Wall clock in nanoseconds since 1970.
-        metadata: What the trainer said, such as its step.
-        size_bytes: Sum of the shard sizes.
-        tensor_count: Tensors.
-        shard_count: Shards.
-        trainer_verified: Whether the digests equal those that the trainer sent.
-        adopted: Whether it is an engine's checkpoint and no push.
-        push_id: The push that brought it; empty: none.
-        idempotency_key: Key of that push; empty: none.
+        trainer_verified: The digests equal those that the trainer sent.
+        adopted: It is an engine's checkpoint and no push.
+        push_id, idempotency_key: Of the push that brought it; empty: none.
         base_version: The version whose bytes it is kept as a change of; 0: it is kept in full.
-        base_content_digest: Content of that version; empty: none.
         delta_bytes: Sum of the sizes of the delta shards that are kept of it.
         changed_elements: Where it was pushed as a delta: elements that the delta told.
-        changed_fraction: Their share of all elements.
         client_run: The run of the client that pushed it; empty: not known.
         epoch_taken: That run took the epoch.
     """
@@ -71,35 +81,11 @@ class CommitRecord:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of shards that the store keeps of it."""
         return self.delta_bytes if self.base_version else self.size_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values, read back by `from_json`."""
-        return asdict(self) | {"metadata": dict(self.metadata)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> CommitRecord:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: It is no such document.
-        """
-        return _from_json(cls, document)
 
 
 @dataclass(frozen=True)
 class DeltaFacts:
-    """What a commit record says of a version that was pushed as a delta.
-
-    Attributes:
-        changed_elements: Elements that the delta told.
-        changed_fraction: Their share of all elements.
-        base_version: The version whose bytes it is kept as a change of; 0: it is kept in full.
-        base_content_digest: Content of that version; empty: none.
-        delta_bytes: Sum of the sizes of the delta shards that are kept of it.
-    """
-
     changed_elements: int
     changed_fraction: float
     base_version: int = 0
@@ -108,17 +94,11 @@ class DeltaFacts:
 
 
 @dataclass(frozen=True)
-class PushRecord:
+class PushRecord(_Record):
     """What must be known of an open push after a crash.
 
-    Attributes:
-        push_id: Names it.
-        model: Model name.
-        version: The version it brings.
-        epoch: Epoch of its writer.
-        request: The call that opened it, as it came, hexadecimal.
-        delta: Its shards are those of a delta.
-        server: Identity of the server that has it; empty: that of an earlier release.
+    `request` is the serialized call that opened it, hexadecimal. `delta` tells that its shards are
+    those of a delta. `server` has the push; empty: an earlier release.
     """
 
     push_id: str
@@ -129,30 +109,12 @@ class PushRecord:
     delta: bool = False
     server: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values, read back by `from_json`."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> PushRecord:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: It is no such document.
-        """
-        return _from_json(cls, document)
-
 
 @dataclass(frozen=True)
 class ShardCheckpoint:
-    """What a store has kept of a shard that was arriving.
+    """What a store has kept of a shard that was arriving: the first `size` bytes, not proved.
 
-    Attributes:
-        index: Index in the push.
-        entry: Name and sizes.
-        tensors: In the order of their bytes.
-        header_digest: xxh3-128 of the header.
-        size: Bytes kept, from the first on; not proved yet.
+    `tensors` are in the order of their bytes; `header_digest` is an xxh3-128.
     """
 
     index: int
@@ -163,29 +125,84 @@ class ShardCheckpoint:
 
     @property
     def is_whole(self) -> bool:
-        """All of its bytes were kept."""
         return self.size == self.entry.size
 
 
 @dataclass(frozen=True)
 class OpenPush:
-    """A push that survived.
-
-    Attributes:
-        record: What it is.
-        shards: What was kept of it.
-    """
-
     record: PushRecord
     shards: tuple[ShardCheckpoint, ...]
 
 
-def _from_json(kind: type[_Record], document: Mapping[str, Any]) -> _Record:
-    values: dict[str, Any] = {}
-    for field in fields(kind):
-        # Records of earlier releases lack what has a default.
-        default = None if field.default is MISSING else field.default
-        values[field.name] = document.get(field.name, default)
-        if type(values[field.name]) is not _KINDS[str(field.type)]:
-            raise ValueError(f"{field.name} is {values[field.name]!r}")
-    return kind(**values)
+#: Suffix of files that count for nothing; `Store.open` removes them.
+TEMPORARY = ".tmp"
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file and flush it and its name; when this raises, no half of it is under `path`."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    fd = durable_files.create(temporary)
+    try:
+        try:
+            durable_files.write(fd, data)
+            durable_files.fsync(fd)
+        finally:
+            os.close(fd)
+        durable_files.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            durable_files.unlink(temporary)
+        raise
+    durable_files.flush_directory(path.parent)
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Replace a JSON document that proves its own integrity; see `replace`."""
+    replace(path, encode_document(document))
+
+
+def encode_document(document: Mapping[str, Any]) -> bytes:
+    """Return a JSON document that proves its own integrity; equal ones have equal bytes."""
+    body = json.dumps(document, separators=(",", ":"))
+    return f'{{"xxh3_128":"{_digest(body)}","document":{body}}}'.encode()
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    return decode_document(path.read_bytes())
+
+
+def decode_document(data: bytes) -> dict[str, Any]:
+    """Return what `encode_document` was given; raises ValueError for anything else."""
+    try:
+        frame = json.loads(data)
+        document = frame["document"]
+        good = frame["xxh3_128"] == _digest(json.dumps(document, separators=(",", ":")))
+    except (TypeError, KeyError, RecursionError):
+        good = False
+    if not good or not isinstance(document, dict):
+        raise ValueError("its digest does not match")
+    return document
+
+
+def _digest(body: str) -> str:
+    return xxhash.xxh3_128_hexdigest(body.encode())
+
+
+def based(records: Iterable[CommitRecord]) -> tuple[list[CommitRecord], list[CommitRecord]]:
+    """Return the versions that can be read, and those whose base is missing or another one.
+
+    `records` are those of one model, in ascending order of version.
+    """
+    good: dict[int, CommitRecord] = {}
+    others = []
+    for record in records:
+        base = good.get(record.base_version)
+        if record.base_version and (
+            base is None
+            or (base.content_digest, base.layout_digest)
+            != (record.base_content_digest, record.layout_digest)
+        ):
+            others.append(record)
+        else:
+            good[record.version] = record
+    return list(good.values()), others

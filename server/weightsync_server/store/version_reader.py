@@ -4,39 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from weightsync_server.store.store_records import CommitRecord
+
 if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest
     from weightsync_server.store.objects.piece_digests import PieceDigests
-    from weightsync_server.store.store_records import CommitRecord
-
-__all__ = ["VersionReader"]
 
 
 class VersionReader(Protocol):
-    """What is asked of a store that somebody else owns: it is never opened, nor changed.
-
-    Attributes:
-        url: Where it is.
-    """
+    """What is asked of a store that somebody else owns: it is never opened, nor changed."""
 
     url: str
 
     async def committed(self, model: str) -> list[CommitRecord]:
-        """Return the versions that exist now, by number; see `LocalStore.committed`."""
+        """Return the versions that exist now, by number; their store need not be opened."""
 
     async def stamps(self, model: str) -> frozenset[str]:
-        """Return what changes with them, for little; see `LocalStore.stamps`."""
+        """Return what changes with the versions that exist, for little."""
 
     async def manifest(self, model: str, version: int) -> Manifest:
-        """Return the manifest of a version; see `Store.manifest`."""
+        """See `Store.manifest`."""
 
     async def delta(self, model: str, version: int) -> Manifest:
-        """Return that of its delta shards; see `Store.delta`."""
+        """See `Store.delta`."""
 
     def shard_path(
         self, model: str, version: int, shard: int, *, delta: bool = False
     ) -> str | None:
-        """Return where a shard lies; see `Store.shard_path`."""
+        """See `Store.shard_path`."""
 
     def pieces(
         self, model: str, version: int, shard: int, *, delta: bool = False

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-from weightsync.errors import Reason, WeightSyncError
+from weightsync.errors import invalid_request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from weightsync.delta.coding import Coding
-    from weightsync.delta.kernels.shapes import Bytes, Coded, Indices, Words
+    from weightsync.delta.coding import Bytes, Coded, Coding, Indices, Words
 
 __all__ = ["PLAIN", "VARIABLE", "available", "chosen", "load_kernels", "warm_up"]
 
@@ -64,11 +62,6 @@ def available() -> tuple[str, ...]:
 
 @cache
 def load_kernels(name: str) -> _Kernels:
-    """Return the kernels of one name.
-
-    Args:
-        name: One of `available`.
-    """
     if name == PLAIN:
         from weightsync.delta.kernels import plain
 
@@ -80,18 +73,16 @@ def load_kernels(name: str) -> _Kernels:
 
 @cache
 def chosen() -> _Kernels:
-    """Return the kernels to use: the best ones, or those that WEIGHTSYNC_KERNELS names.
+    """Return the best kernels, or those that WEIGHTSYNC_KERNELS names.
 
-    Raises:
-        WeightSyncError: REQUEST_INVALID, if it names none that there are.
+    Raises REQUEST_INVALID when this machine does not have these.
     """
     names = available()
     name = os.environ.get(VARIABLE, "").strip() or names[-1]
     if name not in names:
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
+        raise invalid_request(
             f"{VARIABLE} is {name[:40]!a}, but this machine has {', '.join(names)}; set it to one "
-            "of these, or unset it for the best",
+            "of these, or unset it for the best"
         )
     return load_kernels(name)
 

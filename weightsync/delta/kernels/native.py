@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from weightsync.delta.coding import SKIP, Coding, Counts, Positions, Values, plane_sizes
-from weightsync.delta.delta_errors import Broken
-from weightsync.delta.kernels.shapes import (
+from weightsync.delta.coding import (
+    SKIP,
     WRONG_BITMAP,
     WRONG_GAPS,
     WRONG_PLACES,
     WRONG_SM,
+    Broken,
+    Bytes,
     Coded,
+    Coding,
+    Counts,
+    Indices,
+    Positions,
+    Values,
+    Words,
+    plane_sizes,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from weightsync.delta.kernels.shapes import Bytes, Indices, Words
-
-__all__ = ["LIBRARY", "NativeKernels", "address", "digest_bytes", "function", "levels"]
 
 #: Compiled from the C beside it when the package is built; absent where there was no compiler.
 LIBRARY = Path(__file__).with_name("kernels.so")
@@ -68,8 +70,7 @@ def _library() -> ctypes.CDLL:
 def levels() -> tuple[str, ...]:
     """Return the levels that this processor has, the best one last.
 
-    Raises:
-        OSError: There is no library, or it is one for other machines.
+    Raises OSError when there is no library, or it is for other machines.
     """
     return _LEVELS[: _library().best_level() + 1]
 
@@ -81,18 +82,13 @@ def digest_bytes() -> int:
 
 @cache
 def function(name: str, level: str) -> Any:
-    """Return a function of the library; it takes and gives integers, and releases the GIL.
-
-    Raises:
-        AttributeError: That level has none of that name.
-    """
+    """Return a function of integers; it releases the GIL. AttributeError: that level has none."""
     found = getattr(_library(), f"{name}_{level}")
     found.argtypes, found.restype = [ctypes.c_int64] * _ARGUMENTS[name], ctypes.c_int64
     return found
 
 
 def address(data: Words) -> int:
-    """Return where an array begins."""
     found: int = data.__array_interface__["data"][0]
     return found
 
@@ -120,7 +116,6 @@ class _Arena(threading.local):
 
 
 def _make_room(arena: _Arena, coding: Coding, width: int, begin: int, elements: int) -> None:
-    """Make room for all that a piece can write."""
     distance, entries, done, pending, large, wide, _ = arena.state.tolist()
     if coding.positions is Positions.BITMAP:
         arena.room(0, begin // 8, elements // 8 + _SLACK)
@@ -150,11 +145,7 @@ def _coded(arena: _Arena, coding: Coding, width: int, elements: int) -> Coded:
 
 
 class NativeKernels:
-    """The kernels of one level; see `plain` for what each does.
-
-    Args:
-        level: One of `levels`.
-    """
+    """The kernels of one of `levels`; see `plain` for what each does."""
 
     def __init__(self, level: str) -> None:
         self.level = level
@@ -162,16 +153,12 @@ class NativeKernels:
         self._call = {name: function(name, level) for name in _ARGUMENTS if name not in _COPY}
 
     def count(self, base: Bytes, new: Bytes, width: int, run: int, stride: int) -> int:
-        """Return how many elements differ in runs that begin every `stride` elements."""
         facts = len(new) // width, width, run, stride, self._arena.fixed[2]
         found: int = self._call["count_changes"](address(base), address(new), *facts)
         return found
 
     def encode(self, base: Bytes, new: Bytes, width: int, coding: Coding) -> Coded:
-        """Return the planes of all elements that differ.
-
-        The planes are this thread's memory and last until its next call.
-        """
+        """As `plain`; the planes are this thread's memory and last until its next call."""
         arena, call = self._arena, self._call["encode_piece"]
         arena.state[:] = 0
         elements = len(new) // width
@@ -185,7 +172,6 @@ class NativeKernels:
         return _coded(arena, coding, width, elements)
 
     def entries(self, index: Indices, skip: int) -> Words:
-        """Return the gap entries of ascending positions, of one byte or two."""
         index = np.ascontiguousarray(index, np.int32 if index.dtype == np.int32 else np.int64)
         width, write = 1 if skip <= 0xFF else 2, self._call["write_entries"]
         facts = address(index), index.itemsize, len(index), width
@@ -194,64 +180,40 @@ class NativeKernels:
         return found
 
     def decode_gaps(self, planes: Sequence[Bytes], elements: int, out: Indices) -> None:
-        """Fill `out` with the positions that gap entries mark.
-
-        Raises:
-            Broken: The entries mark another number of elements, or one beyond the end.
-        """
         low, high = address(planes[0]), address(planes[1]) if len(planes) == 2 else 0
         room = address(out), out.itemsize, len(out)
         if self._call["read_gaps"](low, high, len(planes[0]), elements, *room):
             raise Broken(WRONG_GAPS)
 
     def decode_bitmap(self, plane: Bytes, elements: int, out: Indices) -> None:
-        """Fill `out` with the positions of the bits that are set.
-
-        Raises:
-            Broken: Another number of bits is set, or one beyond the last element.
-        """
         room = address(out), out.itemsize, len(out)
         if self._call["read_bitmap"](address(plane), elements, *room):
             raise Broken(WRONG_BITMAP)
 
     def decode_sm(self, planes: Sequence[Bytes], out: Words) -> None:
-        """Fill `out` with differences of the bits, modulo 2^16.
-
-        Raises:
-            Broken: The planes contradict each other.
-        """
         sizes = len(out), len(planes[2]), len(planes[3])
         if self._call["read_signed"](*map(address, planes), *sizes, address(out)):
             raise Broken(WRONG_SM)
 
     def join(self, planes: Sequence[Bytes], out: Words) -> None:
-        """Fill `out` with words of which each plane holds one byte, low bytes first."""
         table = np.array([address(plane) for plane in planes], np.int64)
         self._call["join_planes"](address(table), len(planes), len(out), address(out))
 
     def add(self, base: Bytes, index: Indices, delta: Words) -> None:
-        """Turn differences from the base's elements into the new elements, modulo 2^16."""
         place = address(base), address(index), index.itemsize, len(index)
         self._call["add_changes"](*place, address(delta))
 
     def shift(self, target: Bytes, index: Indices, delta: Words, old: Words) -> None:
-        """Add differences to `target`; `delta` becomes the new elements, `old` those before."""
         place = address(target), address(index), index.itemsize, len(index)
         self._call["shift_values"](*place, address(delta), address(old))
 
     def scatter(self, target: Bytes, index: Indices, value: Words, old: Words) -> None:
-        """Write values to elements of `target`, and what was there into `old`.
-
-        Raises:
-            Broken: A position is beyond the target; nothing was written.
-        """
         width = value.itemsize
         place = address(target), len(target) // width, address(index), index.itemsize, len(index)
         if self._call["scatter_values"](*place, width, address(value), address(old)):
             raise Broken(WRONG_PLACES)
 
     def find(self, base: Words, new: Words) -> tuple[Indices, Words]:
-        """Return positions and new values of the elements that differ, of fewer than 2^31."""
         index, value = np.empty(len(new), np.int32), np.empty(len(new), new.dtype)
         facts = len(new), new.itemsize, address(index), address(value)
         count = self._call["find_elements"](address(base), address(new), *facts)
@@ -259,21 +221,14 @@ class NativeKernels:
         return index[:count].copy(), value[:count].copy()
 
     def put(self, target: Words, index: Indices, value: Words) -> None:
-        """Write values to elements of `target`.
-
-        Raises:
-            Broken: A position is beyond the target; the others were written.
-        """
         place = address(target), len(target), address(index), index.itemsize, len(index)
         if self._call["put_elements"](*place, value.itemsize, address(value)):
             raise Broken(WRONG_PLACES)
 
     def holds(self, target: Words, index: Indices, value: Words) -> bool:
-        """Return whether elements of `target` are these values; False where one is beyond it."""
         place = address(target), len(target), address(index), index.itemsize, len(index)
         return not self._call["compare_elements"](*place, value.itemsize, address(value))
 
     def copy_rows(self, table: Words) -> None:
-        """Copy rows of memory."""
         table = np.ascontiguousarray(table)
         self._call["copy_rows"](address(table), len(table))

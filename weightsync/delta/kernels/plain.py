@@ -6,26 +6,30 @@ Everything goes in pieces, so that temporary memory is a few megabytes besides w
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsync.delta.coding import SKIP, Coding, Counts, Positions, Values
-from weightsync.delta.delta_errors import Broken
-from weightsync.delta.kernels.shapes import (
+from weightsync.delta.coding import (
+    SKIP,
     WRONG_BITMAP,
     WRONG_GAPS,
     WRONG_PLACES,
     WRONG_SM,
+    Broken,
+    Bytes,
     Coded,
+    Coding,
+    Counts,
+    Indices,
+    Positions,
+    Values,
+    Words,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from numpy.typing import NDArray
-
-    from weightsync.delta.kernels.shapes import Bytes, Indices, Words
 
 __all__ = [
     "add",
@@ -57,11 +61,10 @@ def _pieces(size: int) -> Iterator[slice]:
 
 
 def copy_rows(table: Words) -> None:
-    """Copy rows of memory.
+    """Copy rows of memory; nothing is checked.
 
-    Args:
-        table: int64; of each copy the addresses of target and source, the number of rows, the bytes
-            of one, and those from one to the next on both sides. Nothing is checked.
+    `table` is int64 and has of each copy the addresses of target and source, the number of rows,
+    the bytes of one, and those from one to the next on both sides.
     """
     for target, source, rows, size, to, of in table.tolist():
         for row in range(rows):
@@ -84,11 +87,9 @@ def _entries(where: NDArray[np.int64], last: int, skip: int) -> NDArray[np.int64
 
 
 def entries(index: Indices, skip: int) -> Words:
-    """Return the gap entries of positions, of one byte or two.
+    """Return the gap entries, of one byte or two, of strictly increasing positions.
 
-    Args:
-        index: Positions, strictly increasing.
-        skip: `weightsync.delta.coding.SKIP` of their coding.
+    `skip` is the `SKIP` of their coding.
     """
     kind = "u1" if skip <= 0xFF else "<u2"
     found: list[Words] = []
@@ -128,13 +129,9 @@ def _joined(parts: list[Any], dtype: str) -> Any:
 
 
 def encode(base: Bytes, new: Bytes, width: int, coding: Coding) -> Coded:
-    """Return the planes of all elements that differ.
+    """Return the planes of all elements that differ, of `width` bytes each.
 
-    Args:
-        base: All bytes of the tensor before.
-        new: As many bytes after.
-        width: Bytes per element.
-        coding: Anything but dense.
+    `coding` is not dense; `new` is as long as `base`.
     """
     before, after = _words(base, width), _words(new, width)
     skip = SKIP.get(coding.positions)
@@ -164,15 +161,10 @@ def encode(base: Bytes, new: Bytes, width: int, coding: Coding) -> Coded:
 
 
 def decode_gaps(planes: Sequence[Bytes], elements: int, out: Indices) -> None:
-    """Fill `out` with the positions that gap entries mark.
+    """Fill `out`, which has room for each change, with the positions that gap entries mark.
 
-    Args:
-        planes: One plane, or the low and the high bytes.
-        elements: Elements of the tensor.
-        out: As many positions as there are changes.
-
-    Raises:
-        Broken: The entries mark another number of elements, or one beyond the end.
+    `planes` is one plane, or the low and the high bytes. Raises Broken when they mark another
+    number of elements, or one beyond the end.
     """
     skip = (1 << 8 * len(planes)) - 1
     position, filled = -1, 0
@@ -195,8 +187,7 @@ def decode_gaps(planes: Sequence[Bytes], elements: int, out: Indices) -> None:
 def decode_bitmap(plane: Bytes, elements: int, out: Indices) -> None:
     """Fill `out` with the positions of the bits that are set.
 
-    Raises:
-        Broken: Another number of bits is set, or one beyond the last element.
+    Raises Broken when their number differs, or one is beyond the last element.
     """
     filled = 0
     for piece in _pieces(len(plane)):
@@ -210,15 +201,10 @@ def decode_bitmap(plane: Bytes, elements: int, out: Indices) -> None:
 
 
 def decode_sm(planes: Sequence[Bytes], out: Words) -> None:
-    """Fill `out` with differences of the bits, modulo 2^16.
+    """Fill `out`, which has room for each change, with differences of the bits, modulo 2^16.
 
-    Args:
-        planes: Signs, which are large, magnitudes of these less 2, and the wide ones' low and high
-            bytes.
-        out: As many differences as there are changes.
-
-    Raises:
-        Broken: The planes contradict each other.
+    The planes are signs, which are large, magnitudes of these less 2, and the wide ones' low and
+    high bytes. Raises Broken when they contradict each other.
     """
     bits = [np.unpackbits(plane, bitorder="little") for plane in planes[:2]]
     if any(plane[len(out) :].any() for plane in bits):
@@ -265,8 +251,7 @@ def shift(target: Bytes, index: Indices, delta: Words, old: Words) -> None:
 def scatter(target: Bytes, index: Indices, value: Words, old: Words) -> None:
     """Write values to elements of `target`, and what was there into `old`.
 
-    Raises:
-        Broken: A position is beyond the target; nothing was written.
+    Raises Broken when an index is beyond `target`; nothing was written.
     """
     words = _words(target, value.itemsize)
     if len(index) and not 0 <= index.min() <= index.max() < len(words):
@@ -280,25 +265,16 @@ def find(base: Words, new: Words) -> tuple[Indices, Words]:
     """Return the ascending int32 positions of the elements that differ, and their new values.
 
     Takes room for all of them while it looks, so give it a piece of a large tensor at a time.
-
-    Args:
-        base: Fewer than 2^31 elements, as integers as wide as an element, in one row.
-        new: As many, of the same width.
+    Both are fewer than 2^31 elements, as integers as wide as an element, in one row.
     """
     index = np.flatnonzero(base != new).astype(np.int32)
     return index, new[index]
 
 
 def put(target: Words, index: Indices, value: Words) -> None:
-    """Write values to elements of `target`.
+    """Write values to elements of `target`, each position of `index` (int32 or int64) once.
 
-    Args:
-        target: Written in place.
-        index: Where, each position once; int32 or int64.
-        value: As many values, as wide as an element.
-
-    Raises:
-        Broken: A position is beyond the target; the others were written.
+    Raises Broken when one is beyond the target; the others were written.
     """
     inside = (index >= 0) & (index < len(target))
     target[index[inside]] = value[inside]

@@ -1,36 +1,23 @@
-"""What a rank asks of the place where its parameters lie: a host's memory, or a GPU's."""
+"""What a rank asks of the place where its parameters lie, and a version made ready there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from weightsync.model.manifest import Layout
     from weightsync.shm.incoming_version import IpcAddresses
+    from weightsync.shm.staged_version import StagedVersion
     from weightsync.vllm.apply.parallel import SliceThreads
-    from weightsync.vllm.apply.prepared import RankPrepared
-    from weightsync.vllm.apply.writes import Writer
+    from weightsync.vllm.apply.writes import ParamWriter
     from weightsync.vllm.plan.live_params import Targets
     from weightsync.vllm.plan.load_plan import LoadPlan
-    from weightsync.vllm.plan.view_cache import Read
+    from weightsync.vllm.plan.staged_tensors import Read
 
-__all__ = [
-    "DeviceOps",
-    "Exchange",
-    "MemoryRegistrar",
-    "PrefetchRequest",
-    "Prep",
-    "PrepareRequest",
-    "Progress",
-    "StagingProof",
-    "Stop",
-]
 
 _Key = TypeVar("_Key", int, str)
 _NAMES = 10
@@ -43,18 +30,12 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class StagingProof:
-    """What a rank found of a version that it staged.
-
-    Attributes:
-        tensors: Whole tensors that lie in staging memory as the manifest tells.
-        unlike: Tensors that do not, as far as the rank has them whole.
-    """
+    """Whole `tensors` that lie in staging memory as the manifest says, and those that do not."""
 
     tensors: frozenset[str] = frozenset()
     unlike: tuple[str, ...] = ()
 
     def report(self, layout: Layout) -> dict[str, Any]:
-        """Return what a report tells: shards that need no other proof, and what is unlike."""
         if not self.tensors and not self.unlike:
             return {}
         shards = [
@@ -66,13 +47,8 @@ class StagingProof:
 
 
 @dataclass(frozen=True)
-class Prep:
-    """What was done to make a version ready.
-
-    Attributes:
-        prefetched: Bytes that had been sent before it was complete.
-        proof: What was found of it in staging memory.
-    """
+class PrepareResult:
+    """What was done; `prefetched` counts bytes sent before the version was complete."""
 
     prefetched: int = 0
     proof: StagingProof = field(default_factory=StagingProof)
@@ -80,19 +56,12 @@ class Prep:
 
 @dataclass(frozen=True)
 class PrefetchRequest:
-    """A version that still comes in.
+    """A version that still comes in; `ticket` is the server's name for it.
 
-    Attributes:
-        ticket: The server's name for it.
-        segments: Ids of the segments that it comes into.
-        plan: Of its layout.
-        targets: The live destinations.
-        read: What the plan reads.
-        layout: Of the version.
-        arrivals: Yields the place in `Layout.largest_first` of each shard, once it has come, and
-            before that, if it lies on a GPU, with where.
-        live: Content digest of what the live parameters are proved to hold; "": not known.
-        unwanted: A `Stop` for what is done once all of it is there.
+    `arrivals` yields the place in `Layout.largest_first` of each shard, once it has come, and
+    before that, if it lies on a GPU, with where. `live` is the digest of what the live parameters
+    are proved to hold, "" if not known. `unwanted` is a `Stop` for what is done once all of it is
+    there.
     """
 
     ticket: str
@@ -110,12 +79,9 @@ class PrefetchRequest:
 class PrepareRequest:
     """A version that is complete.
 
-    Attributes:
-        target: It.
-        base: What the live parameters are proved to hold; None: not known.
-        progress: Told how far the version was read, where a device reads it.
-        stage: Whether it is staged, where versions are.
-        ticket: What it was called when it was prefetched; "": it was not.
+    `base` is what the live parameters are proved to hold, None if not known. `progress` is called
+    with how far a device has read the version. `stage` tells whether it is staged. `ticket` is ""
+    if it was not prefetched.
     """
 
     target: RankPrepared
@@ -133,8 +99,6 @@ class Exchange(Protocol):
 
 
 class MemoryRegistrar(Protocol):
-    """Makes mapped segments known to a device."""
-
     def register(self, name: str, view: memoryview) -> None:
         """Register a mapping until `unregister`; without effect where it is registered."""
 
@@ -143,7 +107,10 @@ class MemoryRegistrar(Protocol):
 
 
 class DeviceOps(Protocol):
-    """Makes versions ready beside generation, writes them in a pause, compares them after it."""
+    """Makes versions ready beside generation, writes them in a pause, compares them after it.
+
+    What takes a `stop` asks it now and then, and True raises StoppedError.
+    """
 
     @property
     def stages(self) -> bool:
@@ -166,24 +133,14 @@ class DeviceOps(Protocol):
     def prefetch(self, request: PrefetchRequest, stop: Stop) -> None:
         """Read what there is of a version that still comes in. No commit may run meanwhile."""
 
-    def prepare(self, request: PrepareRequest, stop: Stop) -> Prep:
-        """Make a version ready to be written, and find what it changes.
+    def prepare(self, request: PrepareRequest, stop: Stop) -> PrepareResult:
+        """Make a version ready to be written, and find what it changes."""
 
-        Args:
-            request: The version.
-            stop: Asked before every piece.
-
-        Raises:
-            StoppedError: `stop` returned True.
-        """
-
-    def writer(self, target: RankPrepared, live: str) -> Writer:
+    def writer(self, target: RankPrepared, live: str) -> ParamWriter:
         """Return what writes a prepared version, cheaply enough for a pause.
 
-        Args:
-            target: The version.
-            live: Content digest of what the live parameters are proved to hold; "": not known.
-                A patch of something else is never returned.
+        `live` is the content digest that the live parameters are proved to hold, "" if not known; a
+        patch of anything else is never returned.
         """
 
     def synchronize(self) -> None:
@@ -193,30 +150,17 @@ class DeviceOps(Protocol):
         """Forget what was found in live parameters before `target` was written over them."""
 
     def compare(self, target: RankPrepared, stop: Stop) -> list[str]:
-        """Digest the live parameters; return those that do not hold a version.
-
-        Raises:
-            StoppedError: `stop` returned True.
-        """
+        """Digest the live parameters; return those that do not hold a version."""
 
     def digests(
         self, tensors: Mapping[_Key, torch.Tensor], stop: Stop | None = None
     ) -> dict[_Key, bytes]:
-        """Return the digests of tensors by their keys, as far as a device computes them.
-
-        Args:
-            tensors: Any.
-            stop: Asked now and then, beside generation; None: all at once, the engine stands.
-
-        Raises:
-            StoppedError: `stop` returned True.
-        """
+        """Return the digests that a device can compute; without a `stop` the engine stands."""
 
     def exchange(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Exchange:
         """Return what exchanges the bytes of pairs, made off the pause.
 
-        Args:
-            pairs: Rows of bytes of one length each; none overlaps another.
+        Both sides are rows of bytes of one length; none overlaps another.
         """
 
     def memory_stats(self) -> dict[str, int]:
@@ -227,3 +171,38 @@ class DeviceOps(Protocol):
 
     def set_budget(self, size: int) -> None:
         """Have so many bytes of device memory from now on. Nothing may be at work."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankPrepared:
+    """What a commit needs to know; made off the pause, never changed, told apart by identity.
+
+    `content_digest` was computed here from the document. `sources` has a view of shared memory per
+    slice, and `turns` the place of its shard in the order in which shards are read.
+    """
+
+    apply_id: str
+    content_digest: str
+    segments: tuple[str, ...]
+    digests: Mapping[str, bytes]
+    plan: LoadPlan
+    sources: Sequence[torch.Tensor]
+    turns: Sequence[int]
+    targets: Targets
+
+
+def describe(
+    apply_id: str, staged: StagedVersion, plan: LoadPlan, read: Read, targets: Targets
+) -> RankPrepared:
+    manifest = staged.manifest
+    names = (tensor.name for tensor in manifest.layout.tensors)
+    return RankPrepared(
+        apply_id,
+        manifest.content_digest,
+        staged.segments,
+        digests=dict(zip(names, manifest.digests, strict=True)),
+        plan=plan,
+        sources=read.sources,
+        turns=read.turns,
+        targets=targets,
+    )

@@ -1,53 +1,130 @@
-"""Parameters in the host's memory: prepared, written and compared by the processor."""
+"""Parameters in the host's memory: prepared, written, and compared with expected digests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-from weightsync.vllm.apply.byte_rows import HostExchange
-from weightsync.vllm.apply.copy_table import CopyGeometry, CopyTable
-from weightsync.vllm.apply.device_ops import Prep
-from weightsync.vllm.apply.expected_digests import ExpectedDigests
-from weightsync.vllm.apply.host_find import find_between
-from weightsync.vllm.apply.host_patch import Copy, HostPatch, joined, split
+from weightsync.vllm.apply.device_ops import (
+    Exchange,
+    MemoryRegistrar,
+    PrefetchRequest,
+    PrepareRequest,
+    PrepareResult,
+    RankPrepared,
+    Stop,
+)
+from weightsync.vllm.apply.host_params import find_between
+from weightsync.vllm.apply.host_patch import Copy, HostExchange, HostPatch, joined, split
 from weightsync.vllm.apply.parallel import SliceThreads, background_thread_count, yield_cores
-from weightsync.vllm.apply.writes import write_each
-from weightsync.vllm.plan.int_views import tensor_digest_of
+from weightsync.vllm.apply.writes import CopyGeometry, CopyTable, ParamWriter, write_each
+from weightsync.vllm.plan.halves import LiveRanges
+from weightsync.vllm.plan.int_views import joined_digest_of, tensor_digest_of
+from weightsync.vllm.plan.live_params import Targets
+from weightsync.vllm.plan.load_plan import LoadPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     import torch
 
-    from weightsync.vllm.apply.device_ops import (
-        Exchange,
-        MemoryRegistrar,
-        PrefetchRequest,
-        PrepareRequest,
-        Stop,
-    )
-    from weightsync.vllm.apply.prepared import RankPrepared
-    from weightsync.vllm.apply.writes import Writer
-    from weightsync.vllm.plan.load_plan import LoadPlan
 
-__all__ = ["HostOps", "HostWriter"]
+class ExpectedDigests:
+    """The digest of each range of prepared versions, computed once, when it is first needed.
+
+    What is known of a version is freed with it. With `joined` neighbouring slices are one range.
+    """
+
+    def __init__(self, *, joined: bool = False) -> None:
+        self._joined = joined
+        self._known: WeakKeyDictionary[RankPrepared, list[bytes | None]] = WeakKeyDictionary()
+        self._ranges: WeakKeyDictionary[Targets, LiveRanges] = WeakKeyDictionary()
+
+    def ranges(self, target: RankPrepared) -> LiveRanges:
+        found = self._ranges.get(target.targets)
+        if found is None:
+            found = LiveRanges(target.plan.slices, joined=self._joined)
+            self._ranges[target.targets] = found
+        return found
+
+    def known(self, target: RankPrepared) -> list[bytes | None]:
+        """Return what is known by now, by the index of the range; None: not computed yet."""
+        found = self._known.get(target)
+        if found is None:
+            count = len(self.ranges(target).all) if self._joined else len(target.plan.slices)
+            found = self._known.setdefault(target, [None] * count)
+        return found
+
+    def digest(self, target: RankPrepared, index: int, stop: Callable[[], bool] = bool) -> bytes:
+        """Return the digest that a range must have; reads its sources at the first time."""
+        known = self.known(target)
+        digest = known[index]
+        if digest is None:
+            ranges = self.ranges(target)
+            place = ranges.views(target.targets)[index]
+            device = None if place.device.type == "cpu" else place.device
+            sources = (target.sources[part.index] for part in ranges.all[index].parts)
+            digest = joined_digest_of(sources, place.dtype, stop, device)
+            known[index] = digest
+        return digest
+
+    def compute(
+        self, target: RankPrepared, threads: SliceThreads, stop: Callable[[], bool]
+    ) -> None:
+        """Compute every digest that is not known yet; reads this rank's part at most once."""
+
+        def compute(index: int) -> None:
+            self.digest(target, index, stop)
+
+        threads.each(compute, [view.nbytes for view in self.ranges(target).views(target.targets)])
+
+    def take_proved(self, target: RankPrepared) -> None:
+        """Expect of slices that are whole tensors what the server proved; each must be a range."""
+        known = self.known(target)
+        for index in target.plan.whole:
+            known[index] = target.digests[target.plan.slices[index].tensor]
+
+    def take_same(
+        self, target: RankPrepared, base: RankPrepared, changed: Callable[[int], bool]
+    ) -> None:
+        """Expect what is expected of `base`, of the same plan, of slices that are not `changed`."""
+        known, same = self.known(target), self.known(base)
+        for index, each in enumerate(self.ranges(target).all):
+            if not any(changed(part.index) for part in each.parts):
+                known[index] = same[index]
+
+    def mismatched(
+        self,
+        target: RankPrepared,
+        threads: SliceThreads,
+        stop: Callable[[], bool] = bool,
+        found: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> list[str]:
+        """Digest the live ranges; return the parameters whose bytes are not those expected.
+
+        `target` must be live. `stop` is asked before every piece; True raises `StoppedError`.
+        `found` has known digests of live ranges, by index.
+        """
+        ranges = self.ranges(target)
+        views = ranges.views(target.targets)
+        wrong: set[int] = set()
+
+        def compare(index: int) -> None:
+            wanted = self.digest(target, index, stop)
+            if (found.get(index) or joined_digest_of([views[index]], stop=stop)) != wanted:
+                wrong.add(index)
+
+        threads.each(compare, [view.nbytes for view in views])
+        return list(dict.fromkeys(ranges.all[index].param for index in sorted(wrong)))
+
 
 _Key = TypeVar("_Key", int, str)
 
 
 @dataclass(frozen=True)
 class HostWriter:
-    """Writes all of a version.
-
-    Attributes:
-        target: It.
-        expected: Its digests.
-        table: Returns its copies, to where the parameters are.
-        patched: Always False.
-        compared_all: Always True.
-    """
+    """Writes all of a version; `table` returns its copies, to where the parameters are."""
 
     target: RankPrepared
     expected: ExpectedDigests
@@ -57,28 +134,20 @@ class HostWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a commit writes."""
         return sum(
             view.nbytes for view in self.expected.ranges(self.target).views(self.target.targets)
         )
 
     def write(self, threads: SliceThreads) -> None:
-        """Copy every slice into the live parameters."""
         table = self.table(self.target)
         write_each(threads, table.copy, table.sizes)
 
     def verify(self, threads: SliceThreads) -> list[str]:
-        """Digest the live parameters; return those whose bytes are not those expected."""
         return self.expected.mismatched(self.target, threads)
 
 
 class HostOps:
-    """Reads versions where the server received them; see `DeviceOps`.
-
-    Args:
-        device: Where the parameters are.
-        ranks: Workers of the engine on this host.
-    """
+    """Reads versions where the server received them; see `DeviceOps`."""
 
     stages = False
     registrar: MemoryRegistrar | None = None
@@ -93,7 +162,6 @@ class HostOps:
         self._patches: WeakKeyDictionary[RankPrepared, HostPatch] = WeakKeyDictionary()
 
     def enter_background(self) -> None:
-        """See `DeviceOps`."""
         yield_cores()
 
     def warm_up(self, plan: LoadPlan) -> None:
@@ -102,7 +170,7 @@ class HostOps:
     def prefetch(self, request: PrefetchRequest, stop: Stop) -> None:
         """See `DeviceOps`: what was received lies where it is read."""
 
-    def prepare(self, request: PrepareRequest, stop: Stop) -> Prep:
+    def prepare(self, request: PrepareRequest, stop: Stop) -> PrepareResult:
         """See `DeviceOps`: what it reads it reads again in the pause."""
         target, base = request.target, request.base
         self._table(target)
@@ -111,7 +179,7 @@ class HostOps:
             self._patches[target] = patch
         else:
             self._expected.compute(target, self._threads, stop)
-        return Prep()
+        return PrepareResult()
 
     def _table(self, target: RankPrepared) -> CopyTable:
         """Return the copies of a version, made before the pause unless a parameter has moved."""
@@ -137,8 +205,7 @@ class HostOps:
         changes = split(joined(found.changes[index] for index in sorted(found.changes)))
         return HostPatch(base.content_digest, target.targets, changes, copies)
 
-    def writer(self, target: RankPrepared, live: str) -> Writer:
-        """See `DeviceOps`."""
+    def writer(self, target: RankPrepared, live: str) -> ParamWriter:
         patch = self._patches.get(target)
         if patch is not None and patch.base == live:
             return patch
@@ -148,26 +215,21 @@ class HostOps:
         """See `DeviceOps`: what was written is there."""
 
     def invalidate(self, target: RankPrepared) -> None:
-        """See `DeviceOps`: the base of its patch is gone."""
         self._patches.pop(target, None)
 
     def compare(self, target: RankPrepared, stop: Stop) -> list[str]:
-        """See `DeviceOps`."""
         return self._expected.mismatched(target, self._threads, stop)
 
     def digests(
         self, tensors: Mapping[_Key, torch.Tensor], stop: Stop | None = None
     ) -> dict[_Key, bytes]:
-        """See `DeviceOps`: the host's threads do that."""
         del tensors, stop
         return {}
 
     def exchange(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Exchange:
-        """See `DeviceOps`."""
         return HostExchange(pairs)
 
     def memory_stats(self) -> dict[str, int]:
-        """See `DeviceOps`."""
         return {}
 
     def drop_staging(self) -> None:

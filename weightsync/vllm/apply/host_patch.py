@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 
-from weightsync.vllm.apply.host_find import ParamChange
+from weightsync.vllm.apply.device_ops import DeviceOps, Stop
+from weightsync.vllm.apply.host_params import ParamChange
+from weightsync.vllm.apply.parallel import SliceThreads
 from weightsync.vllm.apply.writes import begin_patch, differ, put, write_each
 from weightsync.vllm.plan.int_views import tensor_digest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.plan.live_params import Targets
 
-__all__ = ["Copy", "HostPatch", "joined", "split"]
 
+_Key = TypeVar("_Key", int, str)
 #: Elements that one thread writes at a time, so that several share a large parameter.
 _SHARE = 1 << 17
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A slice that changed too much for single elements.
-
-    Attributes:
-        index: Of the slice in its plan.
-        param: Name of the live parameter.
-        source: Its bytes in shared memory.
-        expected: Digest that it must have once it is live.
-    """
+    """A slice that changed too much for single elements, and its digest once it is live."""
 
     index: int
     param: str
@@ -43,16 +37,7 @@ class Copy:
 
 @dataclass
 class HostPatch:
-    """Turns one version in the live parameters into another.
-
-    Attributes:
-        base: Content digest of the version that must be live.
-        targets: The live destinations.
-        changes: Elements to write.
-        copies: Slices to write whole.
-        patched: Always True.
-        compared_all: Always False.
-    """
+    """Turns one version, the content digest `base`, in the live parameters into another."""
 
     base: str
     targets: Targets
@@ -63,13 +48,11 @@ class HostPatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a commit writes."""
         return sum(change.nbytes for change in self.changes) + sum(
             self.targets.views()[copy.index].nbytes for copy in self.copies
         )
 
     def write(self, threads: SliceThreads) -> None:
-        """Write what changes; every other byte stays as it is."""
         views, memory = self.targets.views(), self._memory()
         begin_patch()
 
@@ -84,7 +67,6 @@ class HostPatch:
         write_each(threads, write, self._sizes())
 
     def verify(self, threads: SliceThreads) -> list[str]:
-        """Look at what was written; return the parameters that do not hold it."""
         views, memory = self.targets.views(), self._memory()
         wrong: set[str] = set()
 
@@ -110,7 +92,6 @@ class HostPatch:
 
 
 def joined(changes: Iterable[ParamChange]) -> list[ParamChange]:
-    """Return changes of the host's memory with those of each parameter as one."""
     by_param: dict[str, list[ParamChange]] = defaultdict(list)
     for change in changes:
         by_param[change.param].append(change)
@@ -133,3 +114,65 @@ def split(changes: Iterable[ParamChange]) -> list[ParamChange]:
             torch.split(change.positions, _SHARE), torch.split(change.values, _SHARE), strict=True
         )
     ]
+
+
+#: Bytes of a row: what one thread, or one block of threads of a device, digests.
+_ROW = 64 << 20
+#: Bytes that are exchanged at a time: both sides stay in a cache of the processor.
+_PIECE = 256 << 10
+
+
+def rows_of(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return pieces of memory, each one row of bytes, cut into rows, in order."""
+    return [row for piece in memory for row in torch.split(piece, _ROW)]
+
+
+def digest_all(
+    ops: DeviceOps,
+    tensors: Mapping[_Key, torch.Tensor],
+    threads: SliceThreads,
+    stop: Stop | None = None,
+) -> dict[_Key, bytes]:
+    """Return the xxh3-128 of each tensor, by the device as far as it can, else by `threads`.
+
+    `stop` is asked now and then, and True raises StoppedError; it is None if the engine stands.
+    """
+    found = dict(ops.digests(tensors, stop))
+    rest = [key for key in tensors if key not in found]
+
+    def digest(at: int) -> None:
+        found[rest[at]] = tensor_digest_of(tensors[rest[at]], stop=stop or bool)
+
+    threads.each(digest, [tensors[key].nbytes for key in rest])
+    return found
+
+
+def row_digests(
+    ops: DeviceOps,
+    rows: Sequence[torch.Tensor],
+    threads: SliceThreads,
+    stop: Stop | None = None,
+) -> list[bytes]:
+    """Return the digests of rows of bytes, in order; `stop` as in `digest_all`."""
+    found = digest_all(ops, dict(enumerate(rows)), threads, stop)
+    return [found[index] for index in range(len(rows))]
+
+
+class HostExchange:
+    """See `Exchange`, of rows of bytes in the host's memory."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pairs = [(left.numpy(), right.numpy()) for left, right in pairs]
+
+    def run(self, threads: SliceThreads) -> None:
+        def swap(index: int) -> None:
+            left, right = self._pairs[index]
+            spare = np.empty(min(_PIECE, left.size), dtype=np.uint8)
+            for at in range(0, left.size, _PIECE):
+                one, other = left[at : at + _PIECE], right[at : at + _PIECE]
+                kept = spare[: one.size]
+                kept[:] = one
+                one[:] = other
+                other[:] = kept
+
+        write_each(threads, swap, [left.nbytes for left, _ in self._pairs])

@@ -6,22 +6,10 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-__all__ = [
-    "SliceThreads",
-    "background_thread_count",
-    "commit_thread_count",
-    "leave_core",
-    "taking_turns",
-    "yield_cores",
-]
 
 #: More than this many threads do not copy faster: memory is the limit.
 _MOST = 8
@@ -30,24 +18,14 @@ _TURN_S = 0.0002
 
 
 def commit_thread_count(device: torch.device, ranks: int) -> int:
-    """Return how many threads a rank may use for its parameters: on a CPU its share of the cores.
-
-    Args:
-        device: Where the parameters are; a GPU copies by itself.
-        ranks: Workers on this host.
-    """
+    """Return how many threads a rank, of so many on the host, may use for its parameters."""
     if device.type != "cpu":
         return 1
     return max(1, min(_MOST, (os.cpu_count() or 1) // ranks))
 
 
 def background_thread_count(device: torch.device, ranks: int) -> int:
-    """Return how many threads a rank may use beside generation: where that needs the cores, one.
-
-    Args:
-        device: Where the parameters are; beside a GPU half of the cores are free.
-        ranks: Workers on this host.
-    """
+    """Return how many threads a rank, of so many on the host, may use beside generation."""
     if device.type == "cpu":
         return 1
     return max(1, min(_MOST, (os.cpu_count() or 1) // 2 // ranks))
@@ -56,7 +34,7 @@ def background_thread_count(device: torch.device, ranks: int) -> int:
 def leave_core() -> None:
     """Let the calling thread run on every core, as far as the system allows.
 
-    vLLM binds a worker's main thread to its cores, and threads inherit that.
+    vLLM binds a main thread to its cores, and threads inherit that.
     """
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -65,8 +43,7 @@ def leave_core() -> None:
 def yield_cores() -> None:
     """Let the calling thread run where and when the threads that generate leave room.
 
-    On the core of the worker's main thread it would halve the decode speed. Both calls are per
-    thread on Linux, and best effort.
+    On the core of the worker's main thread it would halve the decode speed.
     """
     leave_core()
     with contextlib.suppress(OSError):
@@ -77,8 +54,8 @@ def yield_cores() -> None:
 def taking_turns() -> Iterator[None]:
     """Have threads of this process wait for the interpreter no longer than they must.
 
-    Who computes in Python keeps it for 5 ms at a time, as long as a step takes on a GPU, and the
-    thread that generates needs it several times in a step.
+    Who computes in Python keeps it for 5 ms at a time, and the thread that generates needs it
+    several times in a step.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_TURN_S)
@@ -89,11 +66,9 @@ def taking_turns() -> Iterator[None]:
 
 
 class SliceThreads:
-    """Does one thing to each of many slices, the largest first, the caller helping.
+    """Does one thing to each of many slices, the largest first.
 
-    Args:
-        size: Threads, the caller's among them.
-        begin: What each of the others does first.
+    The caller's thread is one of `size`; each of the others calls `begin` first.
     """
 
     def __init__(self, size: int, begin: Callable[[], None] = leave_core) -> None:
@@ -103,12 +78,10 @@ class SliceThreads:
         self._lock = threading.Lock()
 
     def each(self, work: Callable[[int], None], sizes: Sequence[int]) -> None:
-        """Call `work(index)` for every slice; returns when all are done.
+        """Call `work(index)` for every slice, `sizes` being in bytes; returns when all are done.
 
-        Args:
-            work: Releases the GIL while it copies or digests. What it raises first is raised here,
-                and slices that nobody has begun are left out.
-            sizes: Bytes of each slice.
+        `work` releases the GIL. What it raises first is raised here, and slices that no thread has
+        begun are left out.
         """
         # A list's iterator gives every index to one thread only.
         order = iter(sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True))

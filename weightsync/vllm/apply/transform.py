@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from weightsync.vllm.apply.device_ops import Progress, Stop
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from weightsync.shm.staged_version import StagedVersion
-    from weightsync.vllm.apply.device_ops import Progress, Stop
-    from weightsync.vllm.apply.writes import Writer
-
-__all__ = ["NeedsLoadError", "Prepared", "TransformRequest", "VersionTransform"]
+    from weightsync.vllm.apply.writes import ParamWriter
 
 
 class NeedsLoadError(Exception):
@@ -43,13 +41,10 @@ class TransformRequest:
     """A version that is complete.
 
     Attributes:
-        apply_id: The server's name for it.
-        staged: Where its bytes lie.
-        socket: The segment socket.
         base: What the live parameters are proved to hold; None: not known.
         stage: Whether it is staged, where versions are.
         ticket: What it was called when it was prefetched; "": it was not.
-        progress: Told how far the version was read.
+        progress: Called with how far the version was read.
     """
 
     apply_id: str
@@ -62,7 +57,10 @@ class TransformRequest:
 
 
 class VersionTransform(Protocol):
-    """Makes versions ready beside generation, writes them in a pause, compares them after it."""
+    """Makes versions ready beside generation, writes them in a pause, compares them after it.
+
+    What takes a `stop` asks it now and then, and True raises StoppedError.
+    """
 
     @property
     def name(self) -> str:
@@ -74,23 +72,17 @@ class VersionTransform(Protocol):
         Raises:
             PlanRefusedError: The model cannot take it.
             NeedsLoadError: It must be loaded first.
-            StoppedError: `stop` returned True.
         """
 
-    def writer(self, target: Prepared, live: str) -> Writer:
+    def writer(self, target: Prepared, live: str) -> ParamWriter:
         """Return what writes a prepared version, cheaply enough for a pause.
 
-        Args:
-            target: The version.
-            live: Content digest of what the live parameters are proved to hold; "": not known.
+        `live` is the content digest of what the live parameters are proved to hold, "" if it is not
+        known.
         """
 
     def invalidate(self, target: Prepared) -> None:
         """Forget what was found in live parameters before `target` was written over them."""
 
     def compare(self, target: Prepared, stop: Stop) -> list[str]:
-        """Digest the live parameters; return those that do not hold a version.
-
-        Raises:
-            StoppedError: `stop` returned True.
-        """
+        """Digest the live parameters; return those that do not hold a version."""

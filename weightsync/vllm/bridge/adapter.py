@@ -6,110 +6,144 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.engine import (
     BETWEEN_STEPS,
     EngineHealth,
+    EngineInfo,
     EngineState,
     Lease,
     OnExpiry,
     PauseSpec,
     SwitchOrder,
     SwitchOutcome,
+    UpdateFeed,
 )
-from weightsync.engine.pause_lease import PauseLease
-from weightsync.engine.serve_limit import ServeLimit
-from weightsync.errors import Reason, WeightSyncError
+from weightsync.engine.leases import PauseLease, ServeLimit
+from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.vllm.bridge.checkpoint import offer_files
-from weightsync.vllm.bridge.device_turns import DeviceTurns
-from weightsync.vllm.bridge.engine_info import describe
+from weightsync.vllm.bridge.extension_points import EngineOffer, MakeUpdates
 from weightsync.vllm.bridge.generation import GenerationControl
+from weightsync.vllm.bridge.live_versions import LiveVersions
 from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text
-from weightsync.vllm.bridge.received_updates import ReceivedUpdates
 from weightsync.vllm.bridge.resume_guard import ResumeGuard
-from weightsync.vllm.bridge.shielded_tasks import ShieldedTasks
-from weightsync.vllm.bridge.sleep_guard import SleepGuard
-from weightsync.vllm.bridge.step_switch import SWITCH, Switching
-from weightsync.vllm.bridge.support import check_pause
-from weightsync.vllm.bridge.worker_calls import COMMIT, TOUCH_WEIGHTS, WorkerCalls
+from weightsync.vllm.bridge.sleep_guard import DeviceTurns, SleepGuard
+from weightsync.vllm.bridge.support import check_pause, describe
+from weightsync.vllm.bridge.worker_calls import (
+    COMMIT,
+    SWITCH,
+    TOUCH_WEIGHTS,
+    WorkerCalls,
+)
 from weightsync.vllm.env import EngineSettings
-from weightsync.vllm.worker_protocol import METHODS, UPDATE, rank_names
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from weightsync.engine import EngineInfo
-    from weightsync.vllm.answers.live_versions import LiveVersions
-
-__all__ = ["VllmEngine"]
+from weightsync.vllm.worker_protocol import METHODS, rank_names
 
 logger = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+class ShieldedTasks:
+    """Keeps tasks until they end; a caller that is cancelled cancels none of them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    def start(self, work: Awaitable[T]) -> asyncio.Future[T]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def begin(self, work: Awaitable[object]) -> None:
+        """Begin work whose failure is logged, as nobody waits for it."""
+        self.start(work).add_done_callback(_log_failure)
+
+    async def run(self, work: Awaitable[T]) -> T:
+        task = self.start(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # Nobody will look at its outcome any more.
+            task.add_done_callback(_log_failure)
+            raise
+
+    def cancel(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+
+
+def _log_failure(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("weightsync: %s", error_text(task.exception() or Exception()))
+
 
 #: How long a lease that ran out waits for an engine core that may be inside a worker call.
 _ASK_S = 1.0
 
 
 class VllmEngine:
-    """Pauses, resumes and calls one vLLM engine. Everything runs on the loop of its AsyncLLM.
+    """Pauses, resumes and calls one vLLM engine, as `Engine` says, on the loop of its AsyncLLM.
 
-    It starts UNRECONCILED and paused, once `start` returned: weights that nobody has proved are
-    never served. A pause is a lease: when it runs out, the engine resumes only if it was paused
-    with RESUME and every rank tells the same proved version, and is fenced otherwise. It is fenced
-    as well when vLLM takes longer than a lease to stop or to start, until that call has returned,
-    and when the time is over for which its server has let it serve.
+    It starts UNRECONCILED and paused: weights that nobody has proved are never served. A pause is a
+    lease: when it runs out, the engine resumes only if it was paused with RESUME and every rank
+    tells the same proved version, and is fenced otherwise. It is fenced as well when vLLM takes
+    longer than a lease to stop or to start, until that call has returned, and when the time is over
+    for which its server has let it serve.
 
-    Args:
-        llm: vLLM's AsyncLLM.
-        vllm_version: Release of vLLM.
-        kind: `bridge` or `embedded`.
-
-    Attributes:
-        updates: What it receives over a transfer of vLLM's own.
+    `kind` is `bridge` or `embedded`. `updates` is what the engine receives by itself, or None.
     """
 
-    def __init__(self, llm: Any, vllm_version: str, kind: str) -> None:
+    def __init__(
+        self, llm: Any, vllm_version: str, kind: str, makers: Sequence[MakeUpdates] = ()
+    ) -> None:
         self._vllm = VllmCalls(llm)
         ranks = rank_names(self._vllm.config.parallel_config)
         self._workers = WorkerCalls(self._vllm, ranks, self._check_call, self._give_up)
+        self._tasks = ShieldedTasks()
         self._sleep = SleepGuard(
-            llm, self._workers.settle, self._stands, self._stop_behind, self._stop_unless_serving
+            llm,
+            self._tasks.run,
+            self._workers.settle,
+            self._stands,
+            self._stop_behind,
+            self._stop_unless_serving,
         )
         self._state = EngineState.UNRECONCILED
         self._reason = "no weightsync-server has proved the weights of this engine yet"
         self._lease = PauseLease(self._on_expiry)
         self._limit = ServeLimit(self._out_of_time)
         self._changes = asyncio.Lock()
-        ResumeGuard(llm.engine_core, self.condition, self._changes.locked)
-        self._tasks = ShieldedTasks()
+        ResumeGuard(llm.engine_core, self.condition, self._changes.locked, self._sleep.resumed)
         self._generation = GenerationControl(self._vllm, self._end_fenced)
         self._served = ""
         #: Whether what was started last is what vLLM itself has loaded, and nobody had proved.
         self._unproved = False
         self._turns = DeviceTurns(self._device_in_use, self._workers.settle)
-        settings = EngineSettings.load()
-        facts = self._vllm.transfer_backend, self.condition, settings.update_timeout_s, self._turns
-        self.updates = ReceivedUpdates(
-            lambda args: self._tasks.run(self._workers.call(UPDATE, args)),
-            *facts,
-            partial=settings.update_partial,
+        offer = EngineOffer(
+            llm,
+            self._vllm.transfer_backend,
+            lambda method, args: self._tasks.run(self._workers.call(method, args)),
+            self.condition,
+            self._turns,
+            EngineSettings.load(),
         )
-        # Where the verbs of vLLM's transfers find it.
-        llm.weightsync_updates = self.updates
+        self.updates: UpdateFeed | None = None
+        for make in makers:
+            self.updates = make(offer)
         self._info = describe(self._vllm, vllm_version, kind, ranks)
-        possible = BETWEEN_STEPS in self._info.capabilities
-        self._switching = Switching(
-            self._workers.call, self._generation, len(ranks), possible=possible
-        )
 
     @property
     def live(self) -> LiveVersions:
-        """The versions that it serves."""
         return self._generation.live
 
     async def start(self) -> None:
         """Pause the engine before anything can ask it for tokens."""
+        await self._sleep.start()
         await self._generation.first_stop()
 
     async def close(self) -> None:
@@ -127,13 +161,12 @@ class VllmEngine:
         return self._state, self._reason
 
     async def hello(self) -> EngineInfo:
-        """Tell what the engine is."""
         state, reason = self.condition()
         open_apply = self._lease.open_apply
         return dataclasses.replace(self._info, state=state, reason=reason, open_apply=open_apply)
 
     async def health(self) -> EngineHealth:
-        """Tell how the engine is; answers at once whatever the engine core and the workers do."""
+        """Answers at once whatever the engine core and the workers do."""
         state, reason = self.condition()
         return EngineHealth(
             state,
@@ -145,72 +178,49 @@ class VllmEngine:
         )
 
     async def serve_for(self, seconds: float | None) -> None:
-        """Serve for so long; then, unless called again, be fenced. None: without a limit."""
         self._limit.move(seconds)
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         """Return when generation stands still, under a lease of `lease_s` seconds.
 
         A fenced or unreconciled engine stays what it is; the lease then only keeps others away.
-
-        Raises:
-            WeightSyncError: APPLY_BUSY while another lease holds, ENGINE_ASLEEP, ENGINE_AWAY,
-                REQUEST_INVALID. ENGINE_FENCED: vLLM did not stop within `lease_s`.
+        Raises APPLY_BUSY while another lease holds, ENGINE_FENCED if vLLM did not stop in time, and
+        ENGINE_ASLEEP, REQUEST_INVALID or ENGINE_AWAY.
         """
         check_pause(spec, lease_s)
         return await self._tasks.run(self._pause(spec, lease_s))
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
-        """Prolong a lease to `lease_s` seconds from now.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED when the lease is not the present one.
-        """
         self._lease.renew(lease_id, lease_s)
 
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
-        """Start generation on a version that every rank has proved; returns if a label was set.
+        """Start generation on a version that every rank has proved; return whether a label was set.
 
-        Without a digest it generates with what vLLM itself has loaded, as long as nothing was
-        written since.
-
-        Raises:
-            WeightSyncError: ENGINE_REFUSED when the ranks have not all reported `content_digest`.
-                ENGINE_FENCED: vLLM did not start in the time of a lease.
+        Without a digest it generates with what vLLM itself has loaded, if nothing was written
+        since. Raises ENGINE_REFUSED when not all ranks have reported the digest, and ENGINE_FENCED
+        if vLLM did not start in time.
         """
         return await self._tasks.run(self._resume(lease_id, version, content_digest))
 
     async def switch(self, order: SwitchOrder) -> SwitchOutcome:
         """Let every rank change the version between two steps, without a pause.
 
-        Raises:
-            WeightSyncError: APPLY_BUSY, ENGINE_ASLEEP, ENGINE_REFUSED: it does not serve the base;
-                nothing was written. ENGINE_AWAY: vLLM could not carry it out.
+        Nothing was written where this raises APPLY_BUSY, ENGINE_ASLEEP or ENGINE_REFUSED (it serves
+        another base). Raises ENGINE_AWAY if vLLM could not do it.
         """
         return await self._tasks.run(self._switch(order))
 
     async def fence(self, reason: str) -> None:
-        """Keep the engine paused and refuse requests until `resume`."""
         await self._tasks.run(self._fence(reason))
 
     async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Run one of our worker methods on every rank; one reply per rank, in order.
-
-        The caller may stop waiting; the call itself always runs to its end.
-
-        Raises:
-            WeightSyncError: REQUEST_INVALID for a method that is none of ours, ENGINE_ASLEEP,
-                ENGINE_AWAY when vLLM could not carry the call out.
-        """
-        known = METHODS.keys() - {SWITCH, UPDATE}
+        """Run one of our worker methods on every rank, to its end although nobody may wait."""
+        known = METHODS.keys() - {SWITCH}
         if method not in known:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID, f"no worker method {method!r}; use {sorted(known)}"
-            )
+            raise invalid_request(f"no worker method {method!r}; use {sorted(known)}")
         return await self._tasks.run(self._workers.call(method, args))
 
     async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
-        """Send read-only descriptors of the engine's checkpoint files over the segment socket."""
         return await asyncio.to_thread(offer_files, self._vllm.config, segment_socket, offer_id)
 
     # What runs to its end whether or not the caller waits.
@@ -295,13 +305,12 @@ class VllmEngine:
         async with self._changes:
             self._check_ready()
             self._check_free()
-            serving = self._state is EngineState.SERVING
-            self._switching.check(order, self._served if serving else "")
+            self._check_switch(order)
             self._sleep.hold()
         # Without the lock: what stops vLLM must not wait for a rank that hangs.
         try:
             base = self._workers.versions.get(order.base_digest, 0)
-            outcome = await self._switching.run(order, base)
+            outcome = await self._workers.switch(order, base, self._generation)
         finally:
             if not self._lease.id:
                 self._sleep.release()
@@ -313,13 +322,28 @@ class VllmEngine:
                 await self._fence("the ranks did not tell one version after a switch")
         return outcome
 
+    def _check_switch(self, order: SwitchOrder) -> None:
+        if BETWEEN_STEPS not in self._info.capabilities:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                "pipeline stages and data parallel ranks do not take a version between the same "
+                "two steps; use another pause mode",
+            )
+        served = self._served if self._state is EngineState.SERVING else ""
+        if served != order.base_digest:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"the engine serves {served or 'nothing'}, not {order.base_digest}; its ranks must "
+                "be asked what they hold",
+            )
+
     def _device_in_use(self) -> bool:
         paused = self._changes.locked() or bool(self._lease.id)
-        return paused or self._switching.running or self._workers.touching > 0
+        return paused or self._workers.switching or self._workers.touching > 0
 
     def _check_free(self) -> None:
         self._turns.check_free()
-        if self._lease.id or self._switching.running:
+        if self._lease.id or self._workers.switching:
             raise WeightSyncError(
                 Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
             )

@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.checkpoint_folder import (
     INDEX,
     CheckpointFile,
     CheckpointFolder,
+    in_memory,
     packed,
     read_file,
+    read_header,
     read_index,
     shown,
 )
-from weightsync.shm.segment_socket import SegmentClient
-from weightsync.vllm.bridge.renamed_file import renamed
+from weightsync.shm.segment_socket import OfferedFile, SegmentClient
 from weightsync.vllm.draft import draft_names
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from weightsync.shm.segment_socket import OfferedFile
-
-__all__ = ["checkpoint_files", "offer_files"]
-
 logger = logging.getLogger(__name__)
+
+
+def renamed(fd: int, prefix: str, name: str = "model.safetensors") -> int:
+    """Return a descriptor of the same tensors with longer names, in memory; the caller closes it.
+
+    `name` is that of the file, for errors. Raises ENGINE_REFUSED when `fd` is no safetensors file,
+    or there is no memory.
+    """
+    size = os.fstat(fd).st_size
+    try:
+        header = read_header(name, fd, size)
+        names = {
+            name if name == "__metadata__" else prefix + name: value
+            for name, value in json.loads(header).items()
+        }
+    except (ValueError, AttributeError, RecursionError, WeightSyncError) as error:
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            f"the draft's checkpoint cannot be read: {error}; restore its files",
+        ) from error
+    text = json.dumps(names, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    try:
+        return in_memory(text, fd, [(8 + len(header), size)], "the draft's checkpoint")
+    except WeightSyncError as error:
+        raise WeightSyncError(Reason.ENGINE_REFUSED, error.message) from error
+
 
 _MISTRAL_INDEX = "consolidated.safetensors.index.json"
 #: What decides between copies, as `CheckpointFolder` says it.
@@ -67,24 +90,13 @@ def _index(directory: Path, name: str) -> Mapping[str, str]:
         os.close(folder)
 
 
-def checkpoint_files(model_config: Any, load_config: Any) -> list[Path]:
-    """Return the safetensors files that vLLM loads for a model, sorted by name.
-
-    Args:
-        model_config: VLLM's ModelConfig.
-        load_config: VLLM's LoadConfig.
-
-    Raises:
-        WeightSyncError: ENGINE_UNSUPPORTED when it loads no safetensors files; ENGINE_REFUSED when
-            their index cannot be read.
-    """
-    return _checkpoint(model_config, load_config)[0]
-
-
-def _checkpoint(
+def checkpoint_files(
     model_config: Any, load_config: Any
-) -> tuple[list[Path], tuple[str, Mapping[str, str]]]:
-    """Return the files, and the name of their index and what it says."""
+) -> tuple[list[Path], str, Mapping[str, str]]:
+    """Return the safetensors files that vLLM loads for a model, by name, and their index, named.
+
+    Raises ENGINE_UNSUPPORTED if there are none, ENGINE_REFUSED if their index cannot be read.
+    """
     load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
     try:
         directory = _directory(model_config, load_config)
@@ -101,14 +113,14 @@ def _checkpoint(
     named = set(index.values())
     files = [f for f in (consolidated if mistral else others) if not index or f.name in named]
     if mistral:
-        return files, (name, index)
+        return files, name, index
     if not files or load_format not in ("auto", "hf", "safetensors", "fastsafetensors"):
         raise WeightSyncError(
             Reason.ENGINE_UNSUPPORTED,
             f"the engine loads {model_config.model} in format {load_format}, which holds no "
             "safetensors files to prove the load plan with; serve a safetensors checkpoint",
         )
-    return files, (name, index)
+    return files, name, index
 
 
 def _opened(path: Path) -> int:
@@ -122,7 +134,6 @@ def _opened(path: Path) -> int:
 
 
 def _descriptors(config: Any, stack: contextlib.ExitStack) -> Iterator[tuple[str, int]]:
-    """Yield name and descriptor of every file of the target's checkpoint and of the draft's."""
     yield from _settled(config.model_config, config.load_config, stack)
     if not (prefix := draft_names(config)):
         return
@@ -140,11 +151,10 @@ def _settled(
 ) -> Iterator[tuple[str, int]]:
     """Yield the files without the copies of tensors that vLLM has overwritten.
 
-    It reads every file that its index names, whatever that says of each tensor, and what it reads
-    last is what it holds: what the engine serves is not always what its index prefers. The proof
-    tells whether it is so. The same goes for what an index tells and no file holds.
+    vLLM reads every file that its index names, and holds what it reads last, whatever the index
+    prefers. The same goes for what an index tells and no file holds.
     """
-    paths, (name, index) = _checkpoint(model_config, load_config)
+    paths, name, index = checkpoint_files(model_config, load_config)
     files: list[CheckpointFile | tuple[str, int]] = []
     for path in paths:
         fd = _opened(path)
@@ -188,12 +198,7 @@ def _packed(folder: CheckpointFolder, stack: contextlib.ExitStack) -> Iterator[t
 
 
 def offer_files(config: Any, segment_socket: str, offer_id: str) -> list[str]:
-    """Send read-only descriptors of the checkpoint files; returns their names in order.
-
-    Raises:
-        WeightSyncError: ENGINE_UNSUPPORTED as in `checkpoint_files`; ENGINE_REFUSED when a file
-            cannot be read, or the server's segment socket does not take them.
-    """
+    """Send read-only descriptors of the checkpoint files; returns their names in order."""
     with contextlib.ExitStack() as stack:
         offered: list[OfferedFile] = []
         for name, fd in _descriptors(config, stack):

@@ -7,18 +7,15 @@ import contextlib
 import importlib
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.answers.version_header import AnswerState, AnswerVersions
+from weightsync.backoff import until
+from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.vllm.bridge.adapter import VllmEngine
-from weightsync.vllm.bridge.readiness_gate import Gate, GateState
+from weightsync.vllm.bridge.extension_points import AsgiApp, MakeUpdates, Middleware
+from weightsync.vllm.bridge.readiness_gate import ReadinessGate
 from weightsync.vllm.env import EngineSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["EmbeddedEngine"]
 
 _CLI_ARGS = (
     "vllm.entrypoints.common.cli_args",
@@ -81,10 +78,8 @@ def _check_plugins() -> None:
 class EmbeddedEngine(VllmEngine):
     """An engine that lives and dies with this process; otherwise the same as the bridge's.
 
-    Make it with `launch`. HTTP answers 503 until the first `resume`.
-
-    Attributes:
-        address: URL of vLLM's OpenAI API.
+    Make it with `launch`. HTTP answers 503 until the first `resume`. `address` is the URL of vLLM's
+    OpenAI API.
     """
 
     address: str = ""
@@ -93,12 +88,18 @@ class EmbeddedEngine(VllmEngine):
     _exits: contextlib.AsyncExitStack
 
     @classmethod
-    async def launch(cls, flags: Sequence[str], segment_socket: str = "") -> EmbeddedEngine:
+    async def launch(
+        cls,
+        flags: Sequence[str],
+        segment_socket: str = "",
+        makers: Sequence[MakeUpdates] = (),
+        middlewares: Sequence[Middleware] = (),
+    ) -> EmbeddedEngine:
         """Start vLLM, paused, and its HTTP API. Takes as long as vLLM takes to load the model.
 
-        Args:
-            flags: vLLM's own command line, such as `["--model", DIR, "--port", "8000"]`.
-            segment_socket: Where the workers find the server's segments; "" as in the environment.
+        `flags` are vLLM's own command line, such as `["--model", DIR, "--port", "8000"]`. The
+        workers find the server's segments at `segment_socket`; "" takes it from the environment.
+        `makers` may set its updates. `middlewares` come behind the gate, the first one last.
 
         Raises:
             WeightSyncError: ENGINE_UNSUPPORTED for a vLLM or flags that cannot be hosted.
@@ -118,9 +119,9 @@ class EmbeddedEngine(VllmEngine):
             llm.weightsync_hosted = True
             from vllm import __version__ as vllm_version
 
-            engine = cls(llm, vllm_version, "embedded")
+            engine = cls(llm, vllm_version, "embedded", makers)
             await engine.start()
-            await engine._serve_http(llm, args, listener)
+            await engine._serve_http(llm, args, listener, middlewares)
             engine._exits = stack.pop_all()
         return engine
 
@@ -134,25 +135,29 @@ class EmbeddedEngine(VllmEngine):
             self._serving = None
             await self._exits.aclose()
 
-    async def _serve_http(self, llm: Any, args: Any, listener: socket.socket | None) -> None:
+    async def _serve_http(
+        self,
+        llm: Any,
+        args: Any,
+        listener: socket.socket | None,
+        middlewares: Sequence[Middleware],
+    ) -> None:
         app = await _build_app(llm, args)
-        answers = AnswerState()
-        if EngineSettings.load().answer_versions:
-            answers.follow(llm, self.live)
-        gate = GateState()
-        gate.condition = self.condition
-        self._http = _http_server(Gate(AnswerVersions(app, answers), gate), args)
+        behind: AsgiApp = app
+        for middleware in middlewares:
+            middleware.start(llm, self.live, EngineSettings.load())
+            behind = middleware.wrap(behind)
+        self._http = _http_server(ReadinessGate(behind, self.condition), args)
         # vLLM's handlers of a dead engine look for it there.
         app.state.server = self._http
         sockets = None if listener is None else [listener]
-        self._serving = asyncio.create_task(self._http.serve(sockets=sockets))
-        while not self._http.started:
-            if self._serving.done():
-                await self._serving
-                raise WeightSyncError(
-                    Reason.ENGINE_UNSUPPORTED, "vLLM's HTTP API did not start; look into the log"
-                )
-            await asyncio.sleep(0.01)
+        self._serving = serving = asyncio.create_task(self._http.serve(sockets=sockets))
+        await until(lambda: self._http.started or serving.done(), 0.01)
+        if not self._http.started:
+            await serving
+            raise WeightSyncError(
+                Reason.ENGINE_UNSUPPORTED, "vLLM's HTTP API did not start; look into the log"
+            )
         self.address = _url(args, listener)
 
 
@@ -165,9 +170,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID, f"vLLM's HTTP API cannot listen on {host}:{port}: {error}"
-        ) from error
+        raise invalid_request(f"vLLM's HTTP API cannot listen on {host}:{port}: {error}") from error
     return listener
 
 

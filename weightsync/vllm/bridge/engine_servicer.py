@@ -1,4 +1,4 @@
-"""EngineService of `engine.proto` over a `VllmEngine`; thin."""
+"""EngineService of `engine.proto` over a `VllmEngine`, and which server owns the engine; thin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
@@ -17,24 +18,85 @@ from weightsync.engine import (
     OnExpiry,
     PauseSpec,
     SwitchOrder,
+    UpdateFeed,
 )
-from weightsync.engine.open_apply import from_message, to_message
+from weightsync.engine.leases import (
+    MAX_RUN_DIR_BYTES,
+    OWNER_PID,
+    from_message,
+    owned_by,
+    server_of,
+    to_message,
+)
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
-from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge.engine_owner import EngineOwner
+from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.wire.rpc_status import release_with_call, to_status
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
     from google.protobuf.duration_pb2 import Duration
 
     from weightsync.vllm.bridge.adapter import VllmEngine
 
-__all__ = ["MAX_ARGS_BYTES", "EngineServicer"]
-
 logger = logging.getLogger(__name__)
+
+
+#: How long a newcomer waits for an owner that is about to leave, as when one restarts, seconds.
+_LEAVES_S = 0.5
+_MAX_ID_BYTES = 64
+
+
+class EngineOwner:
+    """An owner that lives keeps its engine; one that has died is replaced at once.
+
+    The kernel ends the call that an owner keeps open when its process ends. A process that stands
+    still lives, and keeps the engine.
+    """
+
+    def __init__(self) -> None:
+        self.present: pb.Owner | None = None
+        self._left = asyncio.Event()
+
+    async def take(self, owner: pb.Owner) -> None:
+        """Make a server the owner until `leave`, in place of its own call before, or refuse it."""
+        if not 0 < len(owner.server_id.encode()) <= _MAX_ID_BYTES:
+            raise _invalid(f"server_id has 1 to {_MAX_ID_BYTES} bytes")
+        if len(owner.run_dir.encode()) > MAX_RUN_DIR_BYTES:
+            raise _invalid(f"run_dir has at most {MAX_RUN_DIR_BYTES} bytes")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVES_S):
+                while self._other(owner.server_id) is not None:
+                    await self._left.wait()
+        self.check(owner.server_id)
+        self.present = owner
+        self._left = asyncio.Event()
+        logger.info(
+            "weightsync: the server with pid %d and run_dir %r owns this engine",
+            owner.pid,
+            owner.run_dir,
+        )
+
+    def leave(self, owner: pb.Owner) -> bool:
+        """Take note that a call of an owner has ended; returns whether it was the present one."""
+        if self.present is not owner:
+            return False
+        self.present = None
+        self._left.set()
+        return True
+
+    def check(self, server_id: str) -> None:
+        if other := self._other(server_id):
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED, owned_by(other), metadata={OWNER_PID: str(other.pid)}
+            )
+
+    def _other(self, server_id: str) -> pb.Owner | None:
+        return None if self.present is None or self.present.server_id == server_id else self.present
+
+
+def _invalid(what: str) -> WeightSyncError:
+    return invalid_request(f"no owner: {what}")
+
 
 _Answer = TypeVar("_Answer")
 
@@ -59,8 +121,6 @@ _ON_EXPIRY = {
 def _with_status(
     method: Callable[[Any, Any, Any], Awaitable[_Answer]],
 ) -> Callable[[Any, Any, Any], Awaitable[_Answer]]:
-    """Let every error of a call reach the server as a status with a reason."""
-
     @functools.wraps(method)
     async def call(self: Any, request: Any, context: Any) -> _Answer:
         try:
@@ -77,21 +137,16 @@ def _with_status(
         except Exception as aborted:
             release_with_call(aborted)
             raise
-        msg = "gRPC went on with a call that was refused"
-        raise AssertionError(msg)
+        raise AssertionError("gRPC went on with a call that was refused")
 
     return call
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """Answers the server's calls. Every error is a WeightSyncError with its reason as a detail.
+    """Answers the server's calls; every error is a WeightSyncError with its reason as a detail.
 
     The server that owns the engine drives it or, where none does, the one that said hello last;
-    calls of any other change nothing.
-
-    Args:
-        engine: The engine of this process.
-        segment_socket: Where the server's segment socket is unless a request says otherwise.
+    calls of any other change nothing. A request may name another `segment_socket`.
     """
 
     def __init__(self, engine: VllmEngine, segment_socket: str) -> None:
@@ -101,12 +156,19 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._owner = EngineOwner()
         self._closed = asyncio.Event()
 
+    def condition(self) -> tuple[EngineState, str]:
+        """Return the engine's state and its reason, with the server whose the engine is."""
+        state, reason = self._engine.condition()
+        owner = self._owner.present
+        if reason and owner is not None and state is not EngineState.DEAD:
+            reason = f"{reason}; the engine is that of {server_of(owner)}"
+        return state, reason
+
     def close(self) -> None:
         """End the calls that last as long as a server lives."""
         self._closed.set()
 
     async def Own(self, request: Any, context: Any) -> AsyncIterator[pb.OwnResponse]:
-        """Keep the engine for one server until the call ends."""
         await self._take(request, context)
         try:
             yield pb.OwnResponse()
@@ -122,7 +184,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def Hello(self, request: Any, context: Any) -> pb.HelloResponse:
-        """Compare versions and tell what the engine is, in the server's protocol."""
         if request.protocol not in range(OLDEST_PROTOCOL, PROTOCOL_VERSION + 1):
             raise WeightSyncError(
                 Reason.ENGINE_UNSUPPORTED,
@@ -152,7 +213,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def Pause(self, request: Any, context: Any) -> pb.PauseResponse:
-        """Stop generation under a lease."""
         self._check_driver(request)
         spec = PauseSpec(
             mode=request.mode or "keep",
@@ -168,7 +228,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def RenewLease(self, request: Any, context: Any) -> pb.RenewLeaseResponse:
-        """Prolong a lease."""
         self._check_driver(request)
         await failpoints.reach("bridge.renew")
         seconds = _seconds(request.lease)
@@ -177,7 +236,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def Resume(self, request: Any, context: Any) -> pb.ResumeResponse:
-        """Start generation."""
         self._check_driver(request)
         label_set = await self._engine.resume(
             request.lease_id, request.version, request.content_digest
@@ -187,7 +245,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def Switch(self, request: Any, context: Any) -> pb.SwitchResponse:
-        """Change the version between two steps."""
         self._check_driver(request)
         order = SwitchOrder(
             apply_id=request.apply_id,
@@ -208,14 +265,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def Fence(self, request: Any, context: Any) -> pb.FenceResponse:
-        """Keep the engine paused and refuse requests."""
         self._check_driver(request)
         await self._engine.fence(request.reason)
         return pb.FenceResponse()
 
     @_with_status
     async def CallWorkers(self, request: Any, context: Any) -> pb.CallWorkersResponse:
-        """Run a worker method on every rank."""
         self._check_driver(request)
         args = _arguments(request.args_json)
         await failpoints.reach("bridge.call")
@@ -225,7 +280,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def OfferCheckpoint(self, request: Any, context: Any) -> pb.OfferCheckpointResponse:
-        """Send the checkpoint's descriptors over the segment socket."""
         self._check_driver(request)
         socket = request.segment_socket or self._segment_socket
         files = await self._engine.offer_checkpoint(socket, request.offer_id)
@@ -234,9 +288,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def WatchUpdates(
         self, request: Any, context: Any
     ) -> AsyncIterator[pb.WatchUpdatesResponse]:
-        """Name each update that waits."""
         await self._admit(request, context)
-        async with contextlib.aclosing(self._engine.updates.watch()) as updates:
+        async with contextlib.aclosing(self._updates.watch()) as updates:
             async for update in updates:
                 yield pb.WatchUpdatesResponse(
                     update_id=update.update_id,
@@ -247,22 +300,29 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def OfferUpdate(self, request: Any, context: Any) -> pb.OfferUpdateResponse:
-        """Send an update's descriptors over the segment socket."""
         self._check_driver(request)
         socket = request.segment_socket or self._segment_socket
-        files = await self._engine.updates.offer(request.update_id, socket, request.offer_id)
+        files = await self._updates.offer(request.update_id, socket, request.offer_id)
         return pb.OfferUpdateResponse(files=files)
 
     @_with_status
     async def EndUpdate(self, request: Any, context: Any) -> pb.EndUpdateResponse:
-        """Answer the trainer that waits."""
         self._check_driver(request)
-        await self._engine.updates.end(request.update_id, request.version, request.error)
+        await self._updates.end(request.update_id, request.version, request.error)
         return pb.EndUpdateResponse()
 
     @_with_status
     async def _admit(self, request: Any, context: Any) -> None:
         self._check_driver(request)
+        _ = self._updates
+
+    @property
+    def _updates(self) -> UpdateFeed:
+        if self._engine.updates is None:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED, "this engine receives no updates; push a version instead"
+            )
+        return self._engine.updates
 
     @_with_status
     async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
@@ -300,10 +360,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
 def _on_expiry(value: pb.OnExpiry.ValueType) -> OnExpiry:
     if value not in _ON_EXPIRY:
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
+        raise invalid_request(
             f"on_expiry {value} is not known here; install the same weightsync release on both "
-            "sides",
+            "sides"
         )
     return _ON_EXPIRY[value]
 
@@ -314,14 +373,11 @@ def _seconds(duration: Duration) -> float:
 
 def _arguments(raw: bytes) -> dict[str, Any]:
     if len(raw) > MAX_ARGS_BYTES:
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
-            f"arguments of {len(raw)} bytes; at most {MAX_ARGS_BYTES}",
-        )
+        raise invalid_request(f"arguments of {len(raw)} bytes; at most {MAX_ARGS_BYTES}")
     try:
         args = json.loads(raw or b"{}")
     except ValueError:
         args = None
     if not isinstance(args, dict):
-        raise WeightSyncError(Reason.REQUEST_INVALID, "args_json is not a JSON object")
+        raise invalid_request("args_json is not a JSON object")
     return args

@@ -5,20 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from weightsync import failpoints
+from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.answers.live_versions import LiveVersions
-from weightsync.vllm.bridge.llm_calls import error_text, guarded
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from weightsync.engine import PauseSpec
-    from weightsync.vllm.bridge.llm_calls import VllmCalls
-
-__all__ = ["PATIENCE_S", "GenerationControl"]
+from weightsync.vllm.bridge.live_versions import LiveVersions
+from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +25,10 @@ PATIENCE_S = 15.0
 class GenerationControl:
     """Knows whether vLLM may take steps, and waits for it no longer than a lease lasts.
 
-    A call that takes longer is given up, not cancelled. vLLM is stopped again when it returns, and
-    until then nothing else is asked of it: nobody knows in which order it would do both. The same
-    is done after a call that failed on one of several engine cores, for the others may have done
-    it. All cores stand before any resumes, and all are labelled before any resumes.
-
-    Args:
-        vllm: What is asked.
-        on_late: Told, in one sentence, of a call that is given up; before the caller is.
-
-    Attributes:
-        generating: Whether vLLM may take steps, as far as anybody knows.
-        patience_s: How long to wait for it, seconds.
-        live: What it serves, as far as anybody knows.
+    A call that takes longer, or fails on one of several cores, is given up, not cancelled. vLLM is
+    stopped again when it returns, and until then nothing else is asked of it: nobody knows in which
+    order it would do both. All cores stand before any resumes, and all are labelled before any
+    resumes. `on_late` is called with one sentence before the caller learns of it.
     """
 
     def __init__(self, vllm: VllmCalls, on_late: Callable[[str], None]) -> None:
@@ -56,7 +41,6 @@ class GenerationControl:
         self._unsettled: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """Wait for nothing any more."""
         if self._unsettled is not None:
             self._unsettled.cancel()
 
@@ -69,11 +53,10 @@ class GenerationControl:
             )
 
     async def stop(self, spec: PauseSpec) -> str:
-        """Return, with the mode that was used, when generation stands still.
+        """Return the mode that was used, once generation stands still.
 
-        Raises:
-            WeightSyncError: ENGINE_FENCED: vLLM took too long, or one of several engine cores did
-                not do it. ENGINE_AWAY: it did not do it, and generates as before.
+        Raises ENGINE_FENCED if vLLM took too long or not all cores did it, and ENGINE_AWAY if it
+        did not do it and generates as before.
         """
         generated = self.generating
         try:
@@ -94,12 +77,7 @@ class GenerationControl:
         await self._owed(self._pause(mode, clear_cache=False), "pause")
 
     async def start(self, version: int) -> bool:
-        """Label outputs with a version and generate; returns whether there is such a label.
-
-        Raises:
-            WeightSyncError: ENGINE_FENCED: vLLM took too long, or one of several engine cores did
-                not do it. ENGINE_AWAY: it did not do it.
-        """
+        """Generate; returns whether outputs have the version as a label, and raises as `stop`."""
         stood = not self.generating
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
@@ -131,10 +109,7 @@ class GenerationControl:
             raise
 
     def label(self, version: int) -> asyncio.Task[bool]:
-        """Begin to label outputs with a version, behind all that vLLM was asked before.
-
-        Returns what tells whether there is such a label; it never raises.
-        """
+        """Begin to label outputs, behind all that vLLM was asked before; the task never raises."""
         self.live.relabel(str(version))
         return asyncio.create_task(self._label(version))
 

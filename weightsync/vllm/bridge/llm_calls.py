@@ -1,8 +1,10 @@
-"""What we call on vLLM's AsyncLLM, by capability and not by version number (0.26 to 0.33)."""
+"""What we call on vLLM's AsyncLLM and its engine cores, by capability (vLLM 0.26 to 0.33)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
 
 from weightsync.engine import (
     ATTACH,
@@ -15,29 +17,45 @@ from weightsync.engine import (
     WEIGHT_UPDATES,
 )
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge.engine_cores import EngineCores
 from weightsync.vllm.bridge.resume_guard import ours
 from weightsync.vllm.worker_protocol import RECEIVING_BACKENDS
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
 
-__all__ = ["VllmCalls", "error_text", "guarded", "node_count"]
+class EngineCores:
+    """The cores of AsyncLLM's `engine_core`: one per data parallel rank, in order."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._engines = tuple(getattr(client, "core_engines", ()))
+        self.count = len(self._engines) or 1
+
+    @property
+    def answer_each(self) -> bool:
+        """Whether every one can be asked for its own answer."""
+        names = ("call_utility_all_async", "_call_utility_async")
+        return any(hasattr(self._client, name) for name in names)
+
+    async def ask(self, utility: str, *args: Any) -> list[Any]:
+        """Call a utility of all engine cores at once; return one answer per core, in order.
+
+        After a failure the other cores are not waited for, and may still do it.
+        """
+        # Older releases gather in the same way, and keep the first answer.
+        if hasattr(self._client, "call_utility_all_async"):
+            return list(await self._client.call_utility_all_async(utility, *args))
+        one = self._client._call_utility_async  # noqa: SLF001 - the only way in older releases
+        return await asyncio.gather(*(one(utility, *args, engine=core) for core in self._engines))
+
 
 T = TypeVar("T")
 
 
 def error_text(error: BaseException) -> str:
-    """Return what a failure of vLLM says, in short."""
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 async def guarded(call: Awaitable[T]) -> T:
-    """Return what a call of vLLM returns.
-
-    Raises:
-        WeightSyncError: ENGINE_AWAY: it raised something.
-    """
+    """Return what a call of vLLM returns; whatever it raises becomes ENGINE_AWAY."""
     try:
         return await call
     except Exception as error:
@@ -46,7 +64,7 @@ async def guarded(call: Awaitable[T]) -> T:
 
 
 def node_count(config: Any) -> int:
-    """Return on how many nodes the workers of an engine core are, by vLLM's VllmConfig."""
+    """Return how many nodes the workers of an engine core are on."""
     return int(getattr(config.parallel_config, "nnodes", 1))
 
 
@@ -56,15 +74,6 @@ def _steps_as_one(config: Any, cores: EngineCores) -> bool:
 
 
 class VllmCalls:
-    """The few things that we need of an AsyncLLM.
-
-    Args:
-        llm: vLLM's AsyncLLM, on the loop that calls us.
-
-    Attributes:
-        cores: Its engine cores.
-    """
-
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self._core = llm.engine_core
@@ -72,12 +81,10 @@ class VllmCalls:
 
     @property
     def config(self) -> Any:
-        """VLLM's VllmConfig."""
         return self.llm.vllm_config
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """What this release can do beyond the least that we need."""
         found = {"cache_keep", FENCES_ON_EXPIRY, LAYOUT_CHECK, LIMITS_SERVING}
         if node_count(self.config) == 1:
             # What comes in, what loaders read, and what is handed out, is on this host alone.
@@ -99,18 +106,16 @@ class VllmCalls:
 
     @property
     def dead(self) -> bool:
-        """Whether vLLM knows that its engine process is gone."""
         return bool(self.llm.errored)
 
     @property
     def requests(self) -> int:
-        """Requests that have not finished."""
         return len(self.llm.output_processor.request_states)
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
         """Return when no core runs a step or will start one, except to drain in mode `wait`.
 
-        Asks the engine cores themselves: AsyncLLM.pause_generation sleeps 20 ms after it.
+        Asks the cores themselves: AsyncLLM.pause_generation sleeps 20 ms after it.
         """
         if clear_cache:
             await self._clear_mm_cache()
@@ -131,10 +136,7 @@ class VllmCalls:
         return True
 
     async def rpc(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Call a worker method on every rank.
-
-        Never with a timeout: vLLM would leave the late replies in its queues.
-        """
+        """Never with a timeout: vLLM would leave the late replies in its queues."""
         replies: list[dict[str, Any]]
         if self.cores.count == 1:
             replies = await self.llm.collective_rpc(method, args=(dict(args),))

@@ -1,24 +1,22 @@
-"""Keeps everybody but us from starting an engine that must stand still."""
+"""Keeps everybody but us from starting an engine that must stand still, or have it sleep unseen."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.engine import EngineState
 from weightsync.errors import Reason, WeightSyncError
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-__all__ = ["ResumeGuard", "ours", "refusals_of_request"]
-
 #: What every call of vLLM that reaches an engine core goes through: the first that it has.
 _WAYS = (("_call_utility_async",), ("call_utility_async", "call_utility_all_async"))
-#: The utilities of an engine core after which its scheduler runs.
-_STARTS = frozenset({"resume_scheduler", "wake_up"})
+#: What ends a pause, of an engine core.
+_RESUME = "resume_scheduler"
+#: Sleep mode, by the same names of AsyncLLM and of an engine core; older releases have some of it.
+SLEEP_MODE = ("sleep", "release_kv_cache_memory", "wake_up")
 
 _ours: ContextVar[bool] = ContextVar("weightsync_starts_vllm", default=False)
 _refusals: ContextVar[list[str] | None] = ContextVar("weightsync_refused_resumes", default=None)
@@ -26,7 +24,7 @@ _refusals: ContextVar[list[str] | None] = ContextVar("weightsync_refused_resumes
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """Let through what starts vLLM in the block, and in tasks that begin there."""
+    """Let through what starts vLLM or is of sleep mode, in the block and tasks that begin there."""
     token = _ours.set(True)
     try:
         yield
@@ -48,14 +46,13 @@ def refusals_of_request() -> Iterator[list[str]]:
 class ResumeGuard:
     """Nobody but us starts a fenced engine, one in a pause of ours, or one that nobody has proved.
 
-    Frameworks resume vLLM by themselves: by AsyncLLM, by its engine core, by HTTP. All of it ends
-    in one call of the client of the engine cores, and that is guarded. A resume between two pauses
-    of ours is vLLM's own matter, as a pause of vLLM's own is.
+    Frameworks resume vLLM by AsyncLLM, by its engine core, by HTTP. All of it ends in one call of
+    AsyncLLM's `engine_core`, and that is guarded. A resume between two pauses of ours is vLLM's own
+    matter. Sleep mode is for `SleepGuard` alone, which stands before AsyncLLM.
 
     Args:
-        client: AsyncLLM's `engine_core`.
-        condition: Returns the engine's state and the reason for it.
-        changing: Whether that is about to change: vLLM is asked to stand still or to start.
+        changing: Tells whether vLLM is being asked to stand still or to start.
+        resumed: Awaited when somebody else has started vLLM.
     """
 
     def __init__(
@@ -63,9 +60,11 @@ class ResumeGuard:
         client: Any,
         condition: Callable[[], tuple[EngineState, str]],
         changing: Callable[[], bool],
+        resumed: Callable[[], Awaitable[None]],
     ) -> None:
         self._condition = condition
         self._changing = changing
+        self._resumed = resumed
         found = next((names for names in _WAYS if hasattr(client, names[0])), ())
         if not found:
             raise WeightSyncError(
@@ -78,32 +77,50 @@ class ResumeGuard:
     def _guarded(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         @functools.wraps(call)
         async def guarded(method: str, *args: Any, **kwargs: Any) -> Any:
-            if method in _STARTS and not _ours.get():
-                self._check()
-            return await call(method, *args, **kwargs)
+            foreign = not _ours.get()
+            if foreign:
+                self._check(method)
+            answer = await call(method, *args, **kwargs)
+            if foreign and method == _RESUME:
+                await self._resumed()
+            return answer
 
         return guarded
 
-    def _check(self) -> None:
-        state, reason = self._condition()
-        if state is EngineState.SERVING and not self._changing():
+    def _check(self, method: str) -> None:
+        if method in SLEEP_MODE:
+            raise _noted(
+                Reason.ENGINE_REFUSED,
+                f"call {method} of AsyncLLM in place of that of its engine core: weightsync has to "
+                "know whether the engine sleeps",
+            )
+        if method != _RESUME:
             return
-        error = _refusal(state, reason)
-        refused = _refusals.get()
-        if refused is not None:
-            refused.append(error.message)
-        raise error
+        state, reason = self._condition()
+        if state is not EngineState.SERVING or self._changing():
+            raise _noted(*_refusal(state, reason))
 
 
-def _refusal(state: EngineState, reason: str) -> WeightSyncError:
+def _noted(reason: Reason, message: str) -> WeightSyncError:
+    refused = _refusals.get()
+    if refused is not None:
+        refused.append(message)
+    return WeightSyncError(reason, message)
+
+
+def _refusal(state: EngineState, reason: str) -> tuple[Reason, str]:
     if state in (EngineState.SERVING, EngineState.PAUSED):
-        return WeightSyncError(
+        return (
             Reason.APPLY_BUSY,
-            "leave out this resume: weightsync has paused the engine and resumes it by itself when "
-            "its weights are one proved version",
+            (
+                "leave out this resume: weightsync has paused the engine and resumes it by itself "
+                "when its weights are one proved version"
+            ),
         )
-    return WeightSyncError(
+    return (
         Reason.ENGINE_FENCED,
-        f"leave out this resume: weightsync keeps the engine from serving ({reason}) and resumes "
-        "it by itself when its weights are one proved version",
+        (
+            f"leave out this resume: weightsync keeps the engine from serving ({reason}) and "
+            "resumes it by itself when its weights are one proved version"
+        ),
     )

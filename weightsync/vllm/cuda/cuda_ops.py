@@ -3,52 +3,41 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from weightsync.gpu.device_kernels import Kernels
 from weightsync.model.dtypes import torch_dtype
-from weightsync.vllm.apply.device_ops import Prep, StagingProof
-from weightsync.vllm.apply.expected_digests import ExpectedDigests
-from weightsync.vllm.apply.host_find import find_between
+from weightsync.model.tensor_bits import as_ints
+from weightsync.vllm.apply.device_ops import (
+    Exchange,
+    MemoryRegistrar,
+    PrefetchRequest,
+    PrepareRequest,
+    PrepareResult,
+    RankPrepared,
+    StagingProof,
+    Stop,
+)
+from weightsync.vllm.apply.host_ops import ExpectedDigests
+from weightsync.vllm.apply.host_params import find_between
 from weightsync.vllm.apply.parallel import SliceThreads, background_thread_count, yield_cores
+from weightsync.vllm.apply.writes import ParamWriter
 from weightsync.vllm.cuda.cuda_runtime import Registrar, Runtime
-from weightsync.vllm.cuda.device_patch import DevicePatch, fill_sent
-from weightsync.vllm.cuda.direct_write import Direct
-from weightsync.vllm.cuda.ipc_copy import IpcCopier, IpcMappings
-from weightsync.vllm.cuda.memory_budget import Arena, MemoryBudget
-from weightsync.vllm.cuda.patch_find import PatchFinder, fill
-from weightsync.vllm.cuda.prefetched import PrefetchedBlocks
-from weightsync.vllm.cuda.read_progress import ReadProgress
-from weightsync.vllm.cuda.scatter import Scatters
-from weightsync.vllm.cuda.span_exchange import SpanExchange
-from weightsync.vllm.cuda.staged_plan import StagedPlan
-from weightsync.vllm.cuda.staged_write import Staged, send_blocks
-from weightsync.vllm.cuda.tensor_digests import digests_of, small_digests
-from weightsync.vllm.cuda.uploader import CHUNK, StreamThrottle, Uploader
-from weightsync.vllm.cuda.warmup import warm_up
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from weightsync.vllm.apply.device_ops import (
-        Exchange,
-        MemoryRegistrar,
-        PrefetchRequest,
-        PrepareRequest,
-        Stop,
-    )
-    from weightsync.vllm.apply.prepared import RankPrepared
-    from weightsync.vllm.apply.writes import Writer
-    from weightsync.vllm.cuda.staging_proof import Proof
-    from weightsync.vllm.env import Amount
-    from weightsync.vllm.plan.live_params import Targets
-    from weightsync.vllm.plan.load_plan import LoadPlan
-
-__all__ = ["CudaOps"]
+from weightsync.vllm.cuda.device_patch import DevicePatch, PatchFinder, fill, fill_sent, groups_of
+from weightsync.vllm.cuda.memory_budget import Arena, MemoryBudget, lay_out
+from weightsync.vllm.cuda.prefetched import IpcCopier, IpcMappings, PrefetchedBlocks
+from weightsync.vllm.cuda.scatter import Scatter, Scatters, SpanExchange, launch_of
+from weightsync.vllm.cuda.staged_write import Direct, Staged, StagedPlan, send_blocks
+from weightsync.vllm.cuda.staging_proof import Proof, digests_of, small_digests
+from weightsync.vllm.cuda.uploader import CHUNK, ReadProgress, StreamThrottle, Uploader
+from weightsync.vllm.env import Amount
+from weightsync.vllm.plan.live_params import LiveParameters, Targets
+from weightsync.vllm.plan.load_plan import LoadPlan, Slice, Strides
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +51,10 @@ _SCRATCH = 2 * CHUNK + _MASK
 
 @dataclass(frozen=True)
 class _Ready:
-    """What was made ready of a version.
+    """What was made ready of a version; each is None if it is not there.
 
-    Attributes:
-        staged: Writes all of it from staging memory; None: it is not there.
-        patch: What changes since the version that was live at the prepare, if that is little.
+    `staged` writes all of it from staging memory, and `patch` what changes since the version that
+    was live at the prepare.
     """
 
     staged: Staged | None
@@ -77,13 +65,9 @@ class CudaOps:
     """Stages and finds on a stream of its own, one version at a time; see `DeviceOps`.
 
     What is staged or found of a version holds until another one is prepared or prefetched; then it
-    is written from host memory.
-
-    Args:
-        device: Of the rank.
-        amount: How much memory the user gave it; None: what vLLM leaves.
-        share: Part of the device that vLLM may take.
-        ranks: Workers of the engine on this host.
+    is written from host memory. `amount` is how much memory the user gave it, None what vLLM
+    leaves; `share` is the part of the device that vLLM may take, and `ranks` counts the engine's
+    workers on this host.
     """
 
     stages = True
@@ -114,11 +98,9 @@ class CudaOps:
 
     @property
     def sent(self) -> int:
-        """Bytes that were sent to the device so far."""
         return self._uploader.sent
 
     def memory_stats(self) -> dict[str, int]:
-        """See `DeviceOps`."""
         return {"device_room": self._budget.limit, "device_used": self._budget.used + _SCRATCH}
 
     def drop_staging(self) -> None:
@@ -128,7 +110,6 @@ class CudaOps:
             torch.cuda.empty_cache()
 
     def set_budget(self, size: int) -> None:
-        """See `DeviceOps`; what was staged is dropped."""
         self._ready.clear()
         self._prefetched = None
         if self._plan is not None:
@@ -138,14 +119,12 @@ class CudaOps:
         self._budget.limit = size
 
     def enter_background(self) -> None:
-        """See `DeviceOps`: also on a stream of its own."""
         yield_cores()
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
     @torch.inference_mode()
     def warm_up(self, plan: LoadPlan) -> None:
-        """See `DeviceOps`."""
         pairs = {
             (torch_dtype(plan.tensors[item.tensor][0]), torch_dtype(plan.param_dtypes[item.param]))
             for item in plan.slices
@@ -156,10 +135,6 @@ class CudaOps:
 
     @torch.inference_mode()
     def prefetch(self, request: PrefetchRequest, stop: Stop) -> None:
-        """See `DeviceOps`: sends it as far as there is room, and finds what all of it changes.
-
-        Beside generation, on the calling thread's stream.
-        """
         self._ready.clear()
         begun, self._prefetched = self._prefetched, None
         plan = self._plan_of(request.plan, request.targets)
@@ -189,11 +164,7 @@ class CudaOps:
             begun.compared = request.live
 
     @torch.inference_mode()
-    def prepare(self, request: PrepareRequest, stop: Stop) -> Prep:
-        """See `DeviceOps`: sends it and finds what it changes, as far as there is room.
-
-        Beside generation, on the calling thread's stream. No commit may run meanwhile.
-        """
+    def prepare(self, request: PrepareRequest, stop: Stop) -> PrepareResult:
         target, base = request.target, request.base
         self._ready.clear()
         self._expected.take_proved(target)
@@ -201,12 +172,12 @@ class CudaOps:
         memory = self._arena.reserve(plan.blocks.size)
         begun, self._prefetched = self._prefetched, None
         if not request.stage:
-            return Prep()
+            return PrepareResult()
         if memory is None:
             logger.info("weightsync: no room on the device for %d bytes", plan.blocks.size)
             patch = self._found_on_host(target, base, stop) if base is not None else None
             self._ready[target] = _Ready(None, patch)
-            return Prep()
+            return PrepareResult()
         names = request.ticket, target.segments, target.targets, memory
         if begun is not None and not begun.is_of(*names):
             begun = None
@@ -223,7 +194,7 @@ class CudaOps:
             proved = self._staged_and_proved(begun, *rest)
         # A commit uses another stream.
         StreamThrottle(self.device).drain()
-        return Prep(begun.sent if begun is not None else 0, proved)
+        return PrepareResult(begun.sent if begun is not None else 0, proved)
 
     def _staged_and_proved(
         self,
@@ -235,7 +206,6 @@ class CudaOps:
         read_progress: ReadProgress,
         stop: Stop,
     ) -> StagingProof:
-        """Send the blocks that are not there, find what they change, and prove them all."""
         target, base = request.target, request.base
         there = begun.there if begun is not None else frozenset()
         sent = proof.begin if proof is not None else _nothing
@@ -251,20 +221,17 @@ class CudaOps:
         self._ready[target] = _Ready(staged, patch)
         return proof.end(target, stop) if proof is not None else StagingProof()
 
-    def writer(self, target: RankPrepared, live: str) -> Writer:
-        """See `DeviceOps`."""
+    def writer(self, target: RankPrepared, live: str) -> ParamWriter:
         ready = self._ready.get(target, _Ready(None, None))
         if ready.patch is not None and ready.patch.base == live:
             return ready.patch
         return ready.staged or self._direct(target, range(len(target.sources)))
 
     def synchronize(self) -> None:
-        """See `DeviceOps`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def invalidate(self, target: RankPrepared) -> None:
-        """See `DeviceOps`: also of what is prefetched; what is staged stays."""
         ready = self._ready.get(target)
         if ready is not None:
             self._ready[target] = _Ready(ready.staged, None)
@@ -273,7 +240,6 @@ class CudaOps:
 
     @torch.inference_mode()
     def compare(self, target: RankPrepared, stop: Stop) -> list[str]:
-        """See `DeviceOps`: the device digests what it can, the host the rest."""
         views = dict(enumerate(target.targets.views()))
         found = digests_of(self._kernels, views, StreamThrottle(self.device), stop)
         return self._expected.mismatched(target, self._threads, stop, found)
@@ -282,14 +248,12 @@ class CudaOps:
     def digests(
         self, tensors: Mapping[_Key, torch.Tensor], stop: Stop | None = None
     ) -> dict[_Key, bytes]:
-        """See `DeviceOps`."""
         pace = StreamThrottle(self.device) if stop is not None else None
         found = digests_of(self._kernels, tensors, pace, stop or bool)
         rest = {key: tensor for key, tensor in tensors.items() if key not in found}
         return found | small_digests(rest)
 
     def exchange(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Exchange:
-        """See `DeviceOps`."""
         return SpanExchange(self._kernels, pairs)
 
     def _plan_of(self, plan: LoadPlan, targets: Targets) -> StagedPlan:
@@ -360,3 +324,77 @@ class CudaOps:
 
 def _nothing(what: object) -> None:
     del what
+
+
+_SIDE = 64
+_WHOLE = Strides(0, (_SIDE, _SIDE), (_SIDE, 1))
+#: The left half of a matrix, as row-parallel layers have it.
+_HALF = Strides(0, (_SIDE, _SIDE // 2), (_SIDE, 1))
+
+
+def warm_up(
+    of: torch.dtype,
+    to: torch.dtype,
+    uploader: Uploader,
+    mask: torch.Tensor,
+    kernels: Kernels | None,
+) -> None:
+    """Stage, find, write and compare two small tensors in every way, on the current stream.
+
+    The first use of a kernel takes tens of milliseconds, which must be those of no pause.
+    """
+    device, threads = mask.device, SliceThreads(1)
+    model = torch.nn.Module()
+    for name, width in (("whole", _SIDE), ("left", _SIDE // 2)):
+        model.register_buffer(name, torch.zeros(_SIDE, width, dtype=to, device=device))
+    narrow = Strides(0, (_SIDE, _SIDE // 2), (_SIDE // 2, 1))
+    slices = [
+        Slice("whole", "whole", _WHOLE, _WHOLE, cast=of != to),
+        Slice("left", "left", _HALF, narrow, cast=of != to),
+    ]
+    tensor = torch.zeros(_SIDE, _SIDE, dtype=of)
+    # A change whatever it is converted to: the smallest bit would be nothing in another dtype.
+    tensor[0, 0] = 1
+    sources = [tensor, tensor[:, : _SIDE // 2]]
+    targets = Targets(LiveParameters(model), slices)
+    blocks = lay_out(slices, {"whole": to, "left": to})
+    targets.views()
+    memory = torch.zeros(blocks.size, dtype=torch.uint8, device=device)
+    pace = StreamThrottle(device)
+    reading = ReadProgress([0, 0], 1, lambda _: None)
+    send_blocks(blocks, sources, memory, uploader, pace, bool, reading)
+    staged = Staged(targets, blocks.all, memory, mask, kernels)
+    _patch(staged, pace, threads)
+    direct = Direct(targets, slices, sources, range(2), uploader, mask, [None] * 2, None)
+    digests_of(kernels, dict(enumerate(targets.views())))
+    for work in (staged, direct):
+        work.write(threads)
+        work.verify(threads)
+
+
+def _patch(staged: Staged, pace: StreamThrottle, threads: SliceThreads) -> None:
+    found = PatchFinder().find(staged, pace, bool)
+    if found is None:
+        return
+    made = {}
+    for width, count in found.counts.items():
+        row = as_ints(staged.targets.param("whole")).reshape(-1)
+        positions = torch.zeros(count, dtype=torch.int64, device=row.device)
+        whole = torch.zeros(count, dtype=torch.int64, device=row.device)
+        values = row.new_zeros(count)
+        launch = launch_of(staged.kernels, row, positions, values)
+        made[width] = Scatter(row, positions, values, whole.view(row.dtype)[:count], whole, launch)
+    fill(found, made, pace, bool)
+    # Also as for what our kernels do not look at.
+    plain = Staged(staged.targets, staged.blocks, staged.memory, staged.mask)
+    (group,) = groups_of(plain, plain.blocks)
+    for scatter in made.values():
+        group.finder.count(pace.step)
+        chosen, begin = [True] * len(group.pieces), scatter.row.data_ptr()
+        group.finder.take(chosen, begin, scatter.positions, scatter.values, pace.step)
+        # Both parameters are not in one row here.
+        scatter.positions.zero_()
+    rest = Staged(staged.targets, found.dense, staged.memory, staged.mask, staged.kernels)
+    patch = DevicePatch("", staged.targets, list(made.values()), rest)
+    patch.write(threads)
+    patch.verify(threads)

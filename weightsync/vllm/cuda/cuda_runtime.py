@@ -1,21 +1,24 @@
-"""What torch does not offer of CUDA: rows of a matrix copied at once, and memory registered."""
+"""What torch does not offer of CUDA: copies of rows, registered memory, and a pool of streams."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import logging
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from weightsync.vllm.plan.pitched_rows import PitchedRows
+    from weightsync.vllm.plan.load_plan import PitchedRows
 
-__all__ = ["Registrar", "Runtime"]
 
 logger = logging.getLogger(__name__)
+
 
 _HOST_TO_DEVICE = 1
 #: Any device of this process may read it; nobody writes to it.
@@ -23,12 +26,6 @@ _PORTABLE, _READ_ONLY = 1, 8
 
 
 class Runtime:
-    """The CUDA runtime that torch has loaded.
-
-    Args:
-        library: It.
-    """
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         size, pointer = ctypes.c_size_t, ctypes.c_void_p
@@ -52,16 +49,7 @@ class Runtime:
             return None
 
     def copy_rows(self, target: torch.Tensor, source: torch.Tensor, rows: PitchedRows) -> None:
-        """Copy rows from registered host memory, on the current stream, without waiting.
-
-        Args:
-            target: On the device.
-            source: On the host.
-            rows: Both, as the same rows of bytes.
-
-        Raises:
-            RuntimeError: CUDA refused.
-        """
+        """Copy `rows` from registered host memory, on the current stream, without waiting."""
         stream = torch.cuda.current_stream(target.device)
         with torch.cuda.device(target.device):
             code = self._library.cudaMemcpy2DAsync(
@@ -70,8 +58,7 @@ class Runtime:
             )  # fmt: skip
         if code:
             self.forget_error()
-            msg = f"cudaMemcpy2DAsync answered {code}"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"cudaMemcpy2DAsync answered {code}")
 
     def forget_error(self) -> None:
         """Keep an error that was dealt with from being raised by what torch does next."""
@@ -79,15 +66,7 @@ class Runtime:
 
 
 class Registrar:
-    """Registers mapped segments with CUDA, so that the device reads them at full speed.
-
-    Args:
-        device: Where this process has its parameters.
-        runtime: The runtime, if it was found.
-
-    Attributes:
-        refused: What CUDA said when it did not register a segment; "": it did all.
-    """
+    """Registers mapped segments with CUDA, so that the device reads them at full speed."""
 
     def __init__(self, device: torch.device, runtime: Runtime | None) -> None:
         self.refused = ""
@@ -108,7 +87,6 @@ class Registrar:
             logger.warning("weightsync: %s; copies from it are slower", self.refused)
 
     def unregister(self, name: str) -> None:
-        """Let go of a mapping, before it is unmapped; without effect where it is not registered."""
         address = self._registered.pop(name, None)
         if address is None:
             return
@@ -123,3 +101,38 @@ class Registrar:
         if code and self._runtime is not None:
             self._runtime.forget_error()
         return code
+
+
+#: So that one long piece of work keeps none of the others waiting.
+_STREAMS = 4
+
+
+class StreamPool:
+    """Gives streams out in turn; on a CPU all is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        count = _STREAMS if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]  # torch annotates nothing there
+        self._turns = itertools.cycle(self._streams)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Have the body queue work that begins when what was queued before it is done."""
+        if not self._streams:
+            yield
+            return
+        stream = next(self._turns)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def close(self) -> None:
+        """Wait for all of them: what they use may be given back then."""
+        for stream in self._streams:
+            stream.synchronize()
+
+    def settle(self) -> None:
+        """Have the current stream wait for all of them."""
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)

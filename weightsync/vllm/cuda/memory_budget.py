@@ -1,18 +1,20 @@
-"""How much of the device's memory a rank may take beside vLLM, and how much of it is taken."""
+"""How much of the device's memory a rank may use, and the blocks of a load plan laid out in it."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-if TYPE_CHECKING:
-    from weightsync.vllm.env import Amount
-
-__all__ = ["Arena", "MemoryBudget", "aligned"]
+from weightsync.vllm.env import Amount
+from weightsync.vllm.plan.halves import LoadPart, ranges_of
+from weightsync.vllm.plan.live_params import Targets, view_of
+from weightsync.vllm.plan.load_plan import Slice, Strides
 
 logger = logging.getLogger(__name__)
+
 
 #: What stays free beside all that vLLM may take, unless the user says how much we may.
 _RESERVE = 2 << 30
@@ -23,17 +25,14 @@ _ALIGNED = 256
 
 
 def aligned(size: int) -> int:
-    """Return how many bytes of device memory something of so many bytes takes."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 class MemoryBudget:
-    """The budget of one rank. It is worked out once, and what is taken is never more.
+    """The budget of one rank, worked out once; what is taken is never more.
 
-    Args:
-        device: Of the rank.
-        amount: What the user set; None: what vLLM leaves, less a reserve.
-        share: Part of the device that vLLM may take by its own settings.
+    `amount` is what the user set; None is what vLLM leaves, less a reserve. `share` is the part of
+    the device that vLLM may take by its own settings.
     """
 
     def __init__(self, device: torch.device, amount: Amount | None, share: float) -> None:
@@ -45,7 +44,6 @@ class MemoryBudget:
 
     @property
     def limit(self) -> int:
-        """Bytes that may be taken in all."""
         if self._limit is None:
             self._limit = self._work_out()
         return self._limit
@@ -99,11 +97,7 @@ class MemoryBudget:
 
 
 class Arena:
-    """Device memory for one version at a time, kept from one to the next.
-
-    Args:
-        budget: Where it comes from.
-    """
+    """Device memory for one version at a time, kept from one to the next."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
@@ -112,11 +106,8 @@ class Arena:
     def reserve(self, size: int, spare: int = 0) -> torch.Tensor | None:
         """Return memory of at least `size` bytes; None: there is no room.
 
-        As long as that which is here is large enough, it is returned again, and keeps its content.
-
-        Args:
-            size: Bytes that are needed.
-            spare: Bytes more, if there is room, so that what comes next finds room in it.
+        The same memory is returned again, with its content, while it is large enough. If there is
+        room, `spare` more bytes are taken for later calls.
         """
         if self._memory is None or self._memory.nbytes < size:
             self.drop()
@@ -126,7 +117,61 @@ class Arena:
         return self._memory
 
     def drop(self) -> None:
-        """Give the memory back."""
         if self._memory is not None:
             self._budget.give_back(self._memory.nbytes)
             self._memory = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """What is copied at once: from byte `at` of staging memory, without gaps there.
+
+    `place`, in the parameter, has no gaps unless a single slice has some. `parts` are the slices
+    that fill it, none in a piece of a block.
+    """
+
+    param: str
+    dtype: torch.dtype
+    place: Strides
+    at: int
+    parts: tuple[LoadPart, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.place.numel * self.dtype.itemsize
+
+    def staged(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory[self.at : self.at + self.nbytes].view(self.dtype).view(self.place.shape)
+
+    def live(self, targets: Targets) -> torch.Tensor:
+        """Return it in the live parameter; call `targets.views` first."""
+        return view_of(targets.param(self.param), self.place)
+
+    def pieces(self, limit: int) -> Iterator[Block]:
+        """Yield it in pieces of at most so many bytes; one with gaps stays as it is."""
+        count = limit // self.dtype.itemsize
+        if not self.place.contiguous or self.place.numel <= count:
+            yield self
+            return
+        for begin in range(0, self.place.numel, count):
+            size = min(count, self.place.numel - begin)
+            place = Strides(self.place.offset + begin, (size,), (1,))
+            at = self.at + begin * self.dtype.itemsize
+            yield replace(self, place=place, at=at, parts=())
+
+
+@dataclass(frozen=True)
+class Blocks:
+    all: tuple[Block, ...]
+    size: int
+
+
+def lay_out(slices: Sequence[Slice], dtypes: Mapping[str, torch.dtype]) -> Blocks:
+    """Return the blocks of slices that do not overlap, in the order of parameters."""
+    found: list[Block] = []
+    at = 0
+    for each in ranges_of(slices):
+        block = Block(each.param, dtypes[each.param], each.place, at, each.parts)
+        found.append(block)
+        at += aligned(block.nbytes)
+    return Blocks(tuple(found), at)

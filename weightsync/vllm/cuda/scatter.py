@@ -1,29 +1,24 @@
-"""Single elements of all parameters written at once, wherever on the device each lies.
+"""Many small writes on a device in a launch or two: elements, ranges, and exchanges of ranges.
 
-A launch for each parameter costs more than what it writes. So all memory from the first parameter
-to the last is looked at as one row of integers, and a place is a position in that row. Nothing of
-the row is touched but those places.
+All memory from the first parameter to the last is looked at as one row of integers, of which
+nothing but the wanted places is touched.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from weightsync.gpu.device_kernels import Launch
-from weightsync.vllm.cuda.memory_budget import Arena, aligned
-from weightsync.vllm.plan.int_views import INTS, memory_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from weightsync.gpu.device_kernels import Kernels
-    from weightsync.vllm.cuda.memory_budget import MemoryBudget
-
-__all__ = ["Scatter", "Scatters", "launch_of", "needed"]
+from weightsync.gpu.device_kernels import THREADS, Kernels, Launch, cut, fits
+from weightsync.model.tensor_bits import INTS
+from weightsync.vllm.apply.parallel import SliceThreads
+from weightsync.vllm.apply.writes import write_each
+from weightsync.vllm.cuda.memory_budget import Arena, MemoryBudget, aligned
+from weightsync.vllm.plan.int_views import memory_of
 
 _POSITION = torch.int64.itemsize
 #: Threads of a block, and elements that they write: `DEEP` of kernels.cu each.
@@ -31,7 +26,10 @@ _THREADS, _EACH = 256, 256 * 8
 
 
 class _Memory:
-    """Device memory that others own, as torch and others exchange it."""
+    """Device memory that others own, as torch and others exchange it.
+
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+    """
 
     def __init__(self, address: int, count: int, width: int) -> None:
         self.__cuda_array_interface__ = {
@@ -43,7 +41,7 @@ class _Memory:
         }
 
 
-def _row(device: torch.device, address: int, count: int, width: int) -> torch.Tensor:
+def row_at(device: torch.device, address: int, count: int, width: int) -> torch.Tensor:
     """Return memory from an address on as one row of integers, without touching it."""
     if device.type == "cuda":
         return torch.as_tensor(_Memory(address, count, width), device=device)
@@ -57,10 +55,10 @@ class Scatter:
 
     Attributes:
         row: The memory from the first parameter of that width to the last.
-        positions: Where in the row, each once.
+        positions: Where they are in the row, each once.
         values: What they become, as integers.
-        seen: Room for as many, to look at them.
-        wide: The same room as wide integers; what is beyond the last element is zero.
+        seen: Scratch for as many elements.
+        wide: The same scratch as wide integers, zero beyond the last element.
         launch: Writes them; None: PyTorch does.
     """
 
@@ -73,15 +71,12 @@ class Scatter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
         return self.values.nbytes
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Return the position of a tensor's first element, which lies in the row."""
         return (tensor.data_ptr() - self.row.data_ptr()) // self.row.element_size()
 
     def write(self) -> None:
-        """Queue the writing of all."""
         if self.launch is not None:
             self.launch.queue()
         else:
@@ -97,7 +92,6 @@ class Scatter:
 def launch_of(
     kernels: Kernels | None, row: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
 ) -> Launch | None:
-    """Return what writes elements; None without kernels. See `Scatter`."""
     count = len(positions)
     if kernels is None or not count:
         return None
@@ -108,11 +102,6 @@ def launch_of(
 
 
 def needed(counts: Mapping[int, int]) -> int:
-    """Return the bytes that a patch takes.
-
-    Args:
-        counts: Elements by their width.
-    """
     return sum(
         aligned(count * part)
         for width, count in counts.items()
@@ -123,13 +112,7 @@ def needed(counts: Mapping[int, int]) -> int:
 class Scatters:
     """Makes the elements of a patch, in device memory that is kept from one to the next.
 
-    Args:
-        budget: Where it comes from.
-        device: Where the parameters lie.
-        kernels: Write them; None: PyTorch's do.
-
-    Attributes:
-        arena: The memory of the patch that was made last.
+    Without `kernels` PyTorch writes them.
     """
 
     def __init__(self, budget: MemoryBudget, device: torch.device, kernels: Kernels | None) -> None:
@@ -140,12 +123,7 @@ class Scatters:
     def make(
         self, params: Sequence[torch.Tensor], counts: Mapping[int, int]
     ) -> dict[int, Scatter] | None:
-        """Return elements to fill in, by their width; None: there is no room for them.
-
-        Args:
-            params: The parameters that they lie in.
-            counts: How many, by their width.
-        """
+        """Return elements of `params` to fill in, by their width; None: there is no room."""
         if not counts:
             return {}
         size = needed(counts)
@@ -172,4 +150,70 @@ class Scatters:
     def _covering(self, params: Sequence[torch.Tensor], width: int) -> torch.Tensor:
         begin = min(param.data_ptr() for param in params)
         end = max(param.data_ptr() + memory_of(param).nbytes for param in params)
-        return _row(self._device, begin, (end - begin) // width, width)
+        return row_at(self._device, begin, (end - begin) // width, width)
+
+
+class Spans:
+    """Pairs of live and staged memory, at least one, which `fits` has accepted."""
+
+    def __init__(
+        self, kernels: Kernels, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        table = np.concatenate([cut(flag, *pair) for flag, pair in enumerate(pairs)])
+        device = pairs[0][0].device
+        self._table = torch.from_numpy(table).to(device)
+        self._flags = torch.zeros(len(pairs), dtype=torch.uint8, device=device)
+        # Two, so that a fault can be injected when half is written.
+        self.copies = [
+            Launch(kernels, "copy_spans", (len(half), THREADS), [half])
+            for half in self._table.tensor_split(2)
+            if len(half)
+        ]
+        self._comparison = Launch(
+            kernels, "compare_spans", (len(table), THREADS), [self._table, self._flags]
+        )
+
+    def compare(self) -> None:
+        self._flags.zero_()
+        self._comparison.queue()
+
+    def unequal(self) -> list[int]:
+        """Wait for the comparison; return which pairs differ."""
+        return [pair for pair, flag in enumerate(self._flags.tolist()) if flag]
+
+
+class SpanExchange:
+    """See `Exchange`: each side is read and written once; PyTorch alone copies three times."""
+
+    def __init__(
+        self, kernels: Kernels | None, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        fitting = [pair for pair in pairs if kernels is not None and fits(*pair)]
+        known = {id(pair) for pair in fitting}
+        self._rest = [pair for pair in pairs if id(pair) not in known]
+        self._launches = []
+        # Launches know addresses only.
+        self._kept = fitting
+        if kernels is not None and fitting:
+            rows = np.concatenate([cut(0, *pair) for pair in fitting])
+            table = torch.from_numpy(rows).to(fitting[0][0].device)
+            # Two, so that a fault can be injected when half is written.
+            self._launches = [
+                Launch(kernels, "exchange_spans", (len(half), THREADS), [half])
+                for half in table.tensor_split(2)
+                if len(half)
+            ]
+
+    def run(self, threads: SliceThreads) -> None:
+        launches, pairs = self._launches, self._rest
+
+        def exchange(index: int) -> None:
+            if index < len(launches):
+                launches[index].queue()
+                return
+            left, right = pairs[index - len(launches)]
+            kept = left.clone()
+            left.copy_(right)
+            right.copy_(kept)
+
+        write_each(threads, exchange, [1] * len(launches) + [left.nbytes for left, _ in pairs])

@@ -1,42 +1,101 @@
-"""A version that lies in device memory already: copied and compared there in a few milliseconds."""
+"""Commits on a device: from staging memory in a few milliseconds, or straight from the host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from weightsync.gpu.spans import fits
+import torch
+
+from weightsync.gpu.device_kernels import Kernels, fits
+from weightsync.model.tensor_bits import wide
+from weightsync.vllm.apply.parallel import SliceThreads
 from weightsync.vllm.apply.writes import write_each
-from weightsync.vllm.cuda.bit_compare import Comparison, limit_of
-from weightsync.vllm.cuda.span_launch import Spans
+from weightsync.vllm.cuda.memory_budget import Block, Blocks, lay_out
+from weightsync.vllm.cuda.scatter import Spans
+from weightsync.vllm.cuda.staging_proof import Proof, digests_of
+from weightsync.vllm.cuda.uploader import ReadProgress, StreamThrottle, Uploader
+from weightsync.vllm.plan.live_params import Targets
+from weightsync.vllm.plan.load_plan import LoadPlan, Slice
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+_WIDE = torch.int64
 
-    import torch
 
-    from weightsync.gpu.device_kernels import Kernels
-    from weightsync.vllm.apply.parallel import SliceThreads
-    from weightsync.vllm.cuda.blocks import Block, Blocks
-    from weightsync.vllm.cuda.read_progress import ReadProgress
-    from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
-    from weightsync.vllm.plan.live_params import Targets
+def limit_of(mask: torch.Tensor) -> int:
+    """Return how many bytes of each side are compared at a time with so much scratch."""
+    return mask.numel() * _WIDE.itemsize
 
-__all__ = ["Staged", "send_block", "send_blocks"]
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two sides, their truth values and the answer, as views made before the pause.
+
+    Making one in a pause costs as much as a launch.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    flag: torch.Tensor
+    out: torch.Tensor | None
+    #: The same memory, as few wide integers.
+    reduced: torch.Tensor | None
+
+    def queue(self) -> None:
+        if self.out is None or self.reduced is None:
+            torch.any(self.left.ne(self.right), out=self.flag)
+        else:
+            torch.ne(self.left, self.right, out=self.out)
+            torch.any(self.reduced, out=self.flag)
+
+
+class Comparison:
+    """Collects what differs, in at most `most` comparisons; the device is asked once.
+
+    `mask` is scratch on the device, of a piece's size.
+    """
+
+    def __init__(self, mask: torch.Tensor, most: int) -> None:
+        self._mask = mask
+        self._flags = torch.zeros(most, dtype=torch.bool, device=mask.device)
+        self._free = list(self._flags.unbind())
+        self._names: list[str] = []
+        self._pairs: list[_Pair] = []
+
+    def add(self, name: str, live: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Have two tensors of one shape and dtype compared by `queue`."""
+        self._pairs.append(self._pair(name, live, wanted))
+
+    def queue_one(self, name: str, live: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Queue a comparison on the current stream; nothing of it is kept."""
+        self._pair(name, live, wanted).queue()
+
+    def _pair(self, name: str, live: torch.Tensor, wanted: torch.Tensor) -> _Pair:
+        left, right = wide(live, wanted)
+        out = reduced = None
+        if left.dim() == 1 and left.numel() <= self._mask.numel():
+            out = self._mask[: left.numel()]
+            reduced = out if out.numel() % _WIDE.itemsize else out.view(_WIDE)
+        flag = self._free[len(self._names)]
+        self._names.append(name)
+        return _Pair(left, right, flag, out, reduced)
+
+    def queue(self) -> None:
+        for pair in self._pairs:
+            pair.queue()
+
+    def wrong(self) -> list[str]:
+        """Wait for everything that was queued; return the names of what differs, each once."""
+        answers = self._flags[: len(self._names)].tolist()
+        found = (name for name, bad in zip(self._names, answers, strict=True) if bad)
+        return list(dict.fromkeys(found))
 
 
 @dataclass(eq=False)
 class Staged:
-    """Writes blocks from staging memory.
+    """Writes blocks from staging memory; without `kernels`, PyTorch copies and compares.
 
-    Attributes:
-        targets: The live destinations.
-        blocks: What to write.
-        memory: Where it lies.
-        mask: Scratch for comparisons.
-        kernels: Copy and compare what is contiguous; None: PyTorch's do.
-        patched: Always False: it depends on nothing that is live.
-        compared_all: Always False: what is live is compared with a copy, not with what was sent.
+    `patched` is False because it depends on nothing that is live, and `compared_all` because what
+    is live is compared with a copy, not with what was sent.
     """
 
     targets: Targets
@@ -57,7 +116,6 @@ class Staged:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a commit writes."""
         return sum(block.nbytes for block in self.blocks)
 
     def make_views(self) -> None:
@@ -77,7 +135,6 @@ class Staged:
         self._of = views
 
     def _split(self) -> tuple[list[Block], list[Block]]:
-        """Return the blocks that are copied as spans, and the others."""
         if self.kernels is None:
             return [], list(self.blocks)
         spanned = [block for block in self.blocks if fits(*self._sides(block))]
@@ -88,7 +145,6 @@ class Staged:
         return block.live(self.targets), block.staged(self.memory)
 
     def write(self, threads: SliceThreads) -> None:
-        """Queue every copy; addresses stay as they are."""
         self.make_views()
         launches = self._spans.copies if self._spans is not None else []
 
@@ -102,7 +158,6 @@ class Staged:
         write_each(threads, copy, [1] * len(launches) + [live.nbytes for live, _ in self._copies])
 
     def verify(self, threads: SliceThreads) -> list[str]:
-        """Return the parameters that do not hold what was staged."""
         del threads
         self.make_views()
         assert self._comparison is not None  # noqa: S101 - it has just been made
@@ -128,19 +183,9 @@ def send_blocks(
 ) -> None:
     """Send the slices of every block to staging memory; returns when all are there.
 
-    Args:
-        blocks: Of the version.
-        sources: Of its slices.
-        memory: Where they go.
-        uploader: Sends.
-        pace: Of its stream.
-        stop: Asked before every piece.
-        reading: Told all the while how far the sources were read.
-        there: The blocks that lie there already, by where they begin.
-        sent: Called with each block whose copy was queued.
-
-    Raises:
-        StoppedError: `stop` returned True.
+    `sources` are those of the version's slices, and `pace` is of the uploader's stream. `there` has
+    the blocks that lie there already, by where they begin; `sent` is called with each block whose
+    copy was queued. Raises StoppedError when `stop` returns True.
     """
     try:
         for block in reading.in_order(blocks.all):
@@ -162,9 +207,112 @@ def send_block(
     pace: StreamThrottle,
     stop: Callable[[], bool],
 ) -> None:
-    """Queue the slices of one block; see `send_blocks`."""
     row = block.staged(memory).reshape(-1)
     for part in block.parts:
         source = sources[part.index]
         target = row[part.begin : part.begin + source.numel()].view(source.shape)
         uploader.send_all(target, source, pace, stop)
+
+
+class StagedPlan:
+    """The blocks of a plan, and what looks at them in staging memory, whatever is staged there."""
+
+    def __init__(
+        self, plan: LoadPlan, targets: Targets, mask: torch.Tensor, kernels: Kernels | None
+    ) -> None:
+        pairs = zip(plan.slices, targets.views(), strict=True)
+        self.targets = targets
+        self.blocks = lay_out(plan.slices, {item.param: view.dtype for item, view in pairs})
+        self._plan = plan
+        self._mask = mask
+        self._kernels = kernels
+        self._staged: Staged | None = None
+        self._proof: Proof | None = None
+
+    def staged(self, memory: torch.Tensor) -> Staged:
+        """Return what writes all blocks, once they are there, its views made."""
+        if self._staged is None or self._staged.memory is not memory:
+            # Its views are those of the version before, as long as that lay in the same place.
+            blocks = self.blocks.all
+            self._staged = Staged(self.targets, blocks, memory, self._mask, self._kernels)
+        self._staged.make_views()
+        return self._staged
+
+    def proof(self, memory: torch.Tensor) -> Proof | None:
+        """Return what digests the blocks as they come; None: no kernels or no digests known."""
+        # What a rank has only a part of has no digest that it could know.
+        if self._kernels is None or len(self._plan.whole) < len(self._plan.slices):
+            return None
+        if self._proof is None or self._proof.memory is not memory:
+            if self._proof is not None:
+                self._proof.close()
+            self._proof = Proof(self._kernels, self.blocks.all, self._plan, memory)
+        self._proof.settle()
+        return self._proof
+
+    def drop(self) -> None:
+        self._staged = None
+        if self._proof is not None:
+            self._proof.close()
+            self._proof = None
+
+
+@dataclass
+class Direct:
+    """Writes the slices at `indices` from mapped segments.
+
+    `expected` has the digest that each slice must have once it is live, None if it is not known.
+    `kernels`, if any, compute the digests of live slices. `compared_all` says whether all was
+    compared by digests: what is compared with what was sent may have changed since the server
+    digested it.
+    """
+
+    targets: Targets
+    slices: Sequence[Slice]
+    sources: Sequence[torch.Tensor]
+    indices: Sequence[int]
+    uploader: Uploader
+    mask: torch.Tensor
+    expected: Sequence[bytes | None]
+    kernels: Kernels | None
+    patched = False
+    compared_all = False
+
+    @property
+    def nbytes(self) -> int:
+        views = self.targets.views()
+        return sum(views[index].nbytes for index in self.indices)
+
+    def write(self, threads: SliceThreads) -> None:
+        views = self.targets.views()
+
+        def send(at: int) -> None:
+            index = self.indices[at]
+            if self.sources[index].numel():
+                self.uploader.send(views[index], self.sources[index])
+
+        write_each(threads, send, [self.sources[index].nbytes for index in self.indices])
+
+    def verify(self, threads: SliceThreads) -> list[str]:
+        """Return the parameters that do not hold it: by digests, else everything is sent again."""
+        del threads
+        views = self.targets.views()
+        known = {i: views[i] for i in self.indices if self.expected[i] is not None}
+        found = digests_of(self.kernels, known)
+        wrong = [self.slices[i].param for i, digest in found.items() if digest != self.expected[i]]
+        rest = sorted(set(self.indices).difference(found))
+        self.compared_all = not rest
+        return list(dict.fromkeys([*wrong, *self._sent_again(rest)]))
+
+    def _sent_again(self, indices: Sequence[int]) -> list[str]:
+        views = self.targets.views()
+        pieces = [
+            (self.slices[index].param, live, source)
+            for index in indices
+            for live, source in self.uploader.pieces(views[index], self.sources[index])
+        ]
+        comparison = Comparison(self.mask, len(pieces))
+        for param, live, source in pieces:
+            # What is converted takes as much memory again: a piece of it, not all.
+            comparison.queue_one(param, live, self.uploader.fetch(source).to(live.dtype))
+        return comparison.wrong()

@@ -1,14 +1,14 @@
 """Captures the load plan by running the model's own weight loaders on tensors without bytes.
 
-While it runs, no real tensor of the model is written: the dispatch mode sees every operation of
-this thread, records the copies into parameters and performs none of them. What is no plain copy is
-refused by name.
+No real tensor of the model is written: the dispatch mode sees every operation of this thread,
+records the copies into parameters and performs none. What is no plain copy is refused by name.
 """
 
 from __future__ import annotations
 
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.model.dtypes import safetensors_dtype, torch_dtype
-from weightsync.model.manifest import Layout
+from weightsync.model.manifest import Layout, TensorEntry
+from weightsync.vllm.plan.live_params import LiveParameters, as_created
 from weightsync.vllm.plan.load_plan import (
     LoadPlan,
     PlanRefusedError,
@@ -25,21 +26,13 @@ from weightsync.vllm.plan.load_plan import (
     check_overlap,
     without_repeats,
 )
-from weightsync.vllm.plan.loader_params import as_created
-from weightsync.vllm.plan.model_parts import draft_params, parts_of
+from weightsync.vllm.plan.model_parts import ModelPart, draft_params, parts_of
 from weightsync.vllm.plan.read_watch import written_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from weightsync.model.manifest import TensorEntry
-    from weightsync.vllm.plan.live_params import LiveParameters
-    from weightsync.vllm.plan.model_parts import ModelPart
-
     #: Digests every parameter and buffer, by name.
     Digests = Callable[[], dict[str, bytes]]
 
-__all__ = ["capture_plan", "unplaced"]
 
 _aten = torch.ops.aten
 _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
@@ -52,16 +45,12 @@ _MAX_TEXT = 140
 
 
 class _Origin(NamedTuple):
-    """Which tensor of the checkpoint a storage without bytes stands for."""
-
     name: str
     offset: int
     dtype: torch.dtype
 
 
 class _Home(NamedTuple):
-    """A parameter in a real storage."""
-
     name: str
     tensor: torch.Tensor
 
@@ -77,8 +66,6 @@ def _strides(tensor: torch.Tensor, first: int) -> Strides:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records copies from checkpoint tensors into parameters and performs no write to the model."""
-
     def __init__(self, live: LiveParameters) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.slices: list[Slice] = []
@@ -99,7 +86,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._homes.setdefault(_storage(tensor), []).append(_Home(name, tensor))
 
     def feed(self, layout: Layout, part: ModelPart) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a part's tensors of a layout, without bytes, as a checkpoint reader would."""
         for entry in layout.tensors:
             name = part.names.own_name(entry.name)
             if name is None:
@@ -163,7 +149,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def used(self) -> set[str]:
-        """Names of the tensors that the loaders copied from or computed with."""
         return {item.tensor for item in self.slices} | self.refused.keys() | self._derived
 
     def _note_scalar(self, scalar: tuple[_Origin, torch.Tensor] | None) -> None:
@@ -229,10 +214,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _check_cast(origin: _Origin, dtype: torch.dtype) -> None:
-    """Refuse to convert to or from what means something only together with its scales.
-
-    At once, so that also a part of a layout is refused that has such a tensor.
-    """
+    """Refuse to convert, in a part of a layout too, what means something only with its scales."""
     scale = safetensors_dtype(origin.dtype) == "F8_E8M0" and dtype.itemsize > 1
     if scale or min(origin.dtype.itemsize, dtype.itemsize) > 1:
         return
@@ -255,9 +237,7 @@ def _home_of(target: torch.Tensor, homes: list[_Home]) -> _Home | None:
 class _Identity:
     """Puts a model back as it was, whatever its loaders did to it and however they ended.
 
-    That is modules, parameters, buffers and their memory, and every attribute of a module: graphs
-    may read a tensor that is a bare one, and who looks for what loading has made would find a head
-    that a loader has put there for a while.
+    Attributes of modules count too: graphs may read a bare tensor.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -273,7 +253,7 @@ class _Identity:
         ]
 
     def restore(self) -> bool:
-        """Undo changes; returns whether modules, parameters, buffers or their memory had any."""
+        """Returns whether modules, parameters, buffers or their memory had changed."""
         for attributes, before in self._attributes:
             _put_back(attributes, before)
         # Each of them, not only up to the first one that was changed.
@@ -286,7 +266,7 @@ class _Identity:
 
 
 def _put_back(table: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Give a dictionary its former items in their former order; returns whether it had others."""
+    """Give a dictionary its former items in their order; returns whether it had others."""
     same = table.keys() == before.keys() and all(table[key] is before[key] for key in before)
     if not same:
         table.clear()
@@ -314,7 +294,6 @@ def _drive(model: Any, recorder: _Recorder, layout: Layout, *, draft: bool) -> N
 
 
 def _refusal(name: str, error: Exception) -> str:
-    """Return what a loader's error means for whoever pushed the tensor, with a remedy."""
     refused = f"the model's loader refused tensor {name}"
     if _COMPILED in name.split("."):
         return (
@@ -338,17 +317,9 @@ def capture_plan(
 ) -> tuple[LoadPlan, float]:
     """Return the plan for a layout and the seconds it took. The model is as before, proved.
 
-    Nothing may run in the model meanwhile.
-
-    Args:
-        model: The rank's model.
-        live: Its parameters.
-        layout: All tensors of a version.
-        digests: Digests every parameter and buffer; None: `live` does.
-        draft: Whether the version brings a draft, where the model has one.
-
-    Raises:
-        PlanRefusedError: The loaders do more than copy, or refused a tensor; with names.
+    Nothing may run in the model meanwhile. `digests` is for parameters and buffers; None: `live`
+    does it. `draft` says whether the version brings one. PlanRefusedError names tensors that the
+    loaders refused or do more with than copy.
     """
     begin = time.perf_counter()
     recorder = _recorded(model, live, layout, digests, draft=draft)
@@ -369,18 +340,8 @@ def unplaced(
 ) -> list[str]:
     """Return the names of those of some tensors that the model's loaders do nothing with.
 
-    As `capture_plan`, but for a part of a version: loaders that compute may want the rest of it.
-
-    Args:
-        model: The rank's model.
-        live: Its parameters.
-        layout: Some tensors of a version.
-        digests: Digests every parameter and buffer; None: `live` does.
-        rest: What the version may also have: where the loaders refuse the part alone, they are
-            shown both, for a tied head is refused by some unless the embedding comes too.
-
-    Raises:
-        PlanRefusedError: The loaders refused a tensor; with names.
+    If loaders refuse these alone, they are shown `rest` as well: some refuse a tied head without
+    its embedding.
     """
     try:
         recorder = _recorded(model, live, layout, digests)
@@ -410,8 +371,7 @@ def _recorded(
         replaced = identity.restore()
         changed = [name for name, digest in digest_all().items() if before.get(name) != digest]
     if changed:
-        msg = "capturing the load plan changed parameters; restart vLLM"
-        raise PlanRefusedError(msg, changed)
+        raise PlanRefusedError("capturing the load plan changed parameters; restart vLLM", changed)
     if replaced:
         msg = "the model's loaders replace parameters instead of writing; not supported"
         raise PlanRefusedError(msg)

@@ -1,54 +1,41 @@
-"""Parameters whose halves vLLM has exchanged since its loaders wrote them.
+"""Slices of a load plan as few ranges, and parameters whose halves vLLM exchanged after loading.
 
-Gate and up projection of experts lie one below the other. Some kernels (FlashInfer's with CUTLASS)
-want them the other way round, and their scales too, so that vLLM exchanges both when it has loaded
-them. That is still a copy of each, only to the other half. Which way round a parameter is shows in
+Some kernels (FlashInfer's with CUTLASS) want gate and up projection of experts, and their scales,
+the other way round, so vLLM exchanges both after loading. Which way round a parameter is shows in
 its own bytes: the checkpoint's are there in one order only.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weightsync.vllm.plan.int_views import tensor_digest_of
-from weightsync.vllm.plan.live_params import view_of
-from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.plan.live_params import LiveParameters, Targets, view_of
+from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, Strides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     import torch
 
-    from weightsync.vllm.plan.live_params import LiveParameters
-    from weightsync.vllm.plan.load_plan import LoadPlan, Slice
     from weightsync.vllm.plan.staged_tensors import StagedTensors
-
-__all__ = ["in_live_order"]
 
 
 @dataclass(frozen=True)
 class _Halves:
-    """How the rows of each expert of a parameter lie, in elements.
-
-    Attributes:
-        expert: From an expert to the next.
-        size: From the first half of an expert to the second one.
-    """
+    """Elements from an expert of a parameter to the next, and from its first half to its second."""
 
     expert: int
     size: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Halves | None:
-        """Return those of a parameter; None: it has none."""
         if tensor.dim() != 3 or tensor.shape[1] % 2 or not tensor.is_contiguous():
             return None
         return cls(tensor.stride(0), tensor.stride(0) // 2)
 
     def holds(self, item: Slice) -> bool:
-        """Whether a slice lies within one half of one expert."""
         target = item.target
         last = target.offset + sum(
             (length - 1) * step for length, step in zip(target.shape, target.stride, strict=True)
@@ -56,7 +43,6 @@ class _Halves:
         return target.offset // self.size == last // self.size
 
     def other(self, item: Slice) -> Slice:
-        """Return the same copy to the other half."""
         first = not item.target.offset % self.expert // self.size
         offset = item.target.offset + (self.size if first else -self.size)
         return replace(item, target=replace(item.target, offset=offset))
@@ -71,15 +57,8 @@ def in_live_order(
     """Return a plan that writes each half of a parameter where it is live.
 
     It proves nothing of what it does not look at: whoever adopts the plan compares all of it.
-
-    Args:
-        plan: As the loaders write.
-        live: The parameters.
-        base: The plan of the adopted checkpoint; None: this is it.
-        loaded: Returns the checkpoint that the parameters hold; called where nobody has looked yet.
-
-    Raises:
-        PlanRefusedError: The loaders do not write each half by itself; naming the tensors.
+    `base` is None for the plan of the adopted checkpoint; only then is `loaded` called, which
+    returns that checkpoint.
     """
     wanted = base.exchanged if base is not None else _exchanged_params(plan, live, loaded)
     if not wanted:
@@ -127,7 +106,6 @@ def _module(param: str) -> str:
 
 
 def _candidates(plan: LoadPlan, live: LiveParameters) -> Mapping[str, _Halves]:
-    """Return the parameters that every slice fills a part of a half of."""
     found: dict[str, _Halves | None] = {}
     for item in plan.slices:
         if item.param not in found:
@@ -155,3 +133,73 @@ def _is_exchanged(
             # Neither: more was done to it, and the comparison of all will name it.
             return False
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPart:
+    """A slice within a range: its index in the plan, and where it begins, in elements."""
+
+    index: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRange:
+    """What slices, as they lie there, fill together: without gaps, unless a single one has some."""
+
+    param: str
+    place: Strides
+    parts: tuple[LoadPart, ...]
+
+
+def ranges_of(slices: Sequence[Slice]) -> Iterator[ParamRange]:
+    """Yield the ranges of slices that do not overlap; those without elements are in no range."""
+    by_param: dict[str, list[int]] = {}
+    for index, item in enumerate(slices):
+        if item.target.numel:
+            by_param.setdefault(item.param, []).append(index)
+    for param, indices in by_param.items():
+        run: list[LoadPart] = []
+        begin = end = 0
+        for index in sorted(indices, key=lambda index: slices[index].target.offset):
+            target = slices[index].target
+            if not target.contiguous:
+                yield ParamRange(param, target, (LoadPart(index, 0),))
+                continue
+            if run and target.offset != end:
+                yield ParamRange(param, _row(begin, end), tuple(run))
+                run = []
+            if not run:
+                begin = target.offset
+            run.append(LoadPart(index, target.offset - begin))
+            end = target.offset + target.numel
+        if run:
+            yield ParamRange(param, _row(begin, end), tuple(run))
+
+
+def _row(begin: int, end: int) -> Strides:
+    return Strides(begin, (end - begin,), (1,))
+
+
+class LiveRanges:
+    """The ranges of a plan in the live parameters; each slice is one, unless `joined`."""
+
+    def __init__(self, slices: Sequence[Slice], *, joined: bool) -> None:
+        self._joined = joined
+        self.all: Sequence[ParamRange] = (
+            tuple(ranges_of(slices))
+            if joined
+            else [ParamRange(s.param, s.target, (LoadPart(i, 0),)) for i, s in enumerate(slices)]
+        )
+        self._of: list[torch.Tensor] | None = None
+        self._views: list[torch.Tensor] = []
+
+    def views(self, targets: Targets) -> list[torch.Tensor]:
+        """Return a live view of each; `targets` are of the same slices, the same at every call."""
+        views = targets.views()
+        if not self._joined:
+            return views
+        if self._of is not views:
+            self._views = [view_of(targets.param(each.param), each.place) for each in self.all]
+            self._of = views
+        return self._views

@@ -1,58 +1,32 @@
-"""Elements as the integers that their bytes are: compared, digested and patched bit for bit.
-
-Whatever is long goes piece by piece, so that it ends soon when somebody wants it to and needs no
-memory in proportion to a tensor.
-"""
+"""Elements as the integers that their bytes are: compared, digested and patched bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from weightsync.model.digest import TensorDigester
+from weightsync.model.tensor_bits import INTS, as_ints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from numpy.typing import NDArray
 
-__all__ = [
-    "INTS",
-    "StoppedError",
-    "array_of",
-    "as_ints",
-    "cast",
-    "joined_digest_of",
-    "memory_of",
-    "pieces",
-    "tensor_digest_of",
-]
 
 #: Bytes between two looks at whether somebody wants it to stop: some milliseconds.
 _PIECE_BYTES = 8 << 20
 #: Elements that torch converts without waking the threads that decode.
 _ALONE = 1 << 15
 
-#: Integers by bytes of an element. They make NaN equal to itself and -0.0 differ from 0.0.
-INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class StoppedError(Exception):
     """The server let go of this work."""
 
 
-def as_ints(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as integers, without a copy."""
-    return tensor.view(INTS[tensor.element_size()])
-
-
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a host tensor's elements as numpy's integers, without a copy.
-
-    Numpy works in the calling thread alone and without the GIL.
-    """
+    """Return a host tensor, uncopied, for numpy, which works in this thread without the GIL."""
     array: NDArray[Any] = as_ints(tensor).numpy()
     return array
 
@@ -79,7 +53,7 @@ def pieces(tensor: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return host values in another dtype, row-major, converted by the calling thread alone."""
+    """Convert host values, row-major, by the calling thread alone."""
     if values.dtype == dtype:
         return values
     values = torch.from_numpy(np.ascontiguousarray(array_of(values))).view(values.dtype)
@@ -95,16 +69,10 @@ def tensor_digest_of(
     stop: Callable[[], bool] = bool,
     device: torch.device | None = None,
 ) -> bytes:
-    """Return the xxh3-128 of a tensor's elements in row-major order, wherever it lies.
+    """Return the xxh3-128 of a tensor's elements, converted to `dtype`, in row-major order.
 
-    The GIL is released for large tensors.
-
-    Args:
-        tensor: Any strides, any device.
-        dtype: What its elements are converted to first.
-        stop: Asked before every piece; True raises `StoppedError`.
-        device: Where a commit converts its elements; None: on the host. Both round alike, but
-            devices have a NaN of their own.
+    The GIL is released for large tensors. `device` is where a commit converts them, None the host:
+    both round alike, but devices have a NaN of their own.
     """
     return joined_digest_of([tensor], dtype, stop, device)
 
@@ -115,7 +83,6 @@ def joined_digest_of(
     stop: Callable[[], bool] = bool,
     device: torch.device | None = None,
 ) -> bytes:
-    """Return the xxh3-128 of tensors one behind the other; see `tensor_digest_of`."""
     digester = TensorDigester()
     for tensor in tensors:
         if stop():

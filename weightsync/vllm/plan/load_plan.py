@@ -1,49 +1,30 @@
 """The load plan: which part of which checkpoint tensor lies where in the live parameters.
 
 A plan holds no tensor. It is captured from the model's own weight loaders (`capture`), so there is
-no table per architecture, and it is valid for one signature: names, dtypes and shapes.
+no table per architecture, and it is valid for one signature. One file, because a plan's document
+and its copies are checked against each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.model.manifest import TensorEntry
-from weightsync.model.tensor_facts import unlike
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from weightsync.model.manifest import Layout
-
-__all__ = [
-    "LoadPlan",
-    "PlanRefusedError",
-    "Slice",
-    "Strides",
-    "check_against_base",
-    "check_known",
-    "check_lacks_none",
-    "check_overlap",
-    "placeless",
-    "without_repeats",
-]
+from weightsync.model.layout import unlike
+from weightsync.model.manifest import Layout, TensorEntry
 
 
 class PlanRefusedError(Exception):
     """A version that cannot be written into this model.
 
-    Args:
-        cause: One sentence that names the remedy, or is none without it.
-        names: The tensors or parameters at fault.
-        remedy: What to do where nothing else writes the version; "": the cause says it.
+    `cause` is one sentence, and `names` are the tensors or parameters at fault. `remedy` is what to
+    do where nothing else writes the version; empty if the cause says it.
     """
 
     def __init__(self, cause: str, names: Iterable[str] = (), remedy: str = "") -> None:
@@ -64,12 +45,10 @@ class Strides:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie without a gap in row-major order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -80,15 +59,7 @@ class Strides:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One copy that the model's loaders make.
-
-    Attributes:
-        tensor: Name in the checkpoint.
-        param: Name of the live parameter.
-        source: The part of the tensor.
-        target: The part of the parameter; of the same shape as `source`.
-        cast: Whether the copy changes the dtype.
-    """
+    """One copy that the loaders make, both sides of one shape; `cast`: it changes the dtype."""
 
     tensor: str
     param: str
@@ -99,22 +70,16 @@ class Slice:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All copies that load one layout into this rank.
+    """All copies that load one layout into this rank, in the order of the loaders.
 
     Attributes:
         signature: Digest of names, dtypes and shapes of the layout.
-        tensors: Name to dtype and shape of every tensor in the layout.
-        slices: The copies, in the order of the loaders.
-        param_dtypes: safetensors dtype of each parameter that is written.
-        exchanged: Parameters whose halves vLLM exchanged when it had loaded them; the slices write
-            them so. Those of the adopted checkpoint hold for all layouts.
+        exchanged: Parameters whose halves vLLM exchanged after loading; the slices write them so.
         same_as: For every tensor that no rank loads, the loaded one that it repeated in the
-            adopted checkpoint (a tied output head), or "" when there was none; filled by the
-            adoption.
+            adopted checkpoint (a tied output head), or ""; filled by the adoption.
         kept: Digests of the former, as the adopted checkpoint has them.
         unread: Names of those of which loading that checkpoint is known to have read nothing.
-        draft: Those of the parameters that only a draft has. A version may leave all of them out,
-            and then leaves the draft as it is.
+        draft: Parameters that only a draft has; a version may leave out all of them, or none.
         shared: Tensors of a draft that vLLM serves from its target, each with the target's tensor
             that it must repeat; "" where that is not one tensor.
         repeats: Tensors that another one is loaded over, each with that one, which it must repeat.
@@ -134,7 +99,6 @@ class LoadPlan:
 
     @cached_property
     def loaded(self) -> frozenset[str]:
-        """Names of the tensors that are copied somewhere."""
         return frozenset(item.tensor for item in self.slices)
 
     @cached_property
@@ -143,15 +107,10 @@ class LoadPlan:
         return frozenset(item.tensor for item in self.slices if item.param in self.draft)
 
     def brings_draft(self, names: Collection[str]) -> bool:
-        """Whether a version with tensors of these names has any of the draft's."""
         return not self.drafted.isdisjoint(names)
 
     def asked_of(self, names: Collection[str]) -> LoadPlan:
-        """Return what a version must bring, as this plan of the adopted checkpoint has it.
-
-        Args:
-            names: Of the version's tensors.
-        """
+        """Return what a version with these tensors must bring, by this plan, the adopted one."""
         if not self.draft or self.brings_draft(names):
             return self
         slices = tuple(item for item in self.slices if item.param not in self.draft)
@@ -165,15 +124,11 @@ class LoadPlan:
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:
-        """Names of the tensors that the loaders took and did nothing with.
-
-        Where ranks hold different parts of the model, others load most of them.
-        """
+        """Names of the tensors that the loaders did nothing with; other ranks may load them."""
         return tuple(name for name in self.tensors if name not in self.loaded)
 
     @cached_property
     def written(self) -> Mapping[str, int]:
-        """Elements written per parameter."""
         counts: Counter[str] = Counter()
         for item in self.slices:
             counts[item.param] += item.target.numel
@@ -193,20 +148,13 @@ class LoadPlan:
     def accept_ignored(
         self, digests: Mapping[str, bytes], base: LoadPlan, unloaded: frozenset[str]
     ) -> None:
-        """Refuse tensors whose content would get lost.
+        """Refuse, by name, tensors whose content would get lost.
 
         A tensor that no rank loads is fine when it repeats a loaded one (a tied output head), or
-        when the adopted checkpoint had it too and vLLM read nothing of it there either; where that
-        is not known, when it is as it was there. So is one of a draft that vLLM serves from its
-        target, whatever the draft has.
-
-        Args:
-            digests: Of every tensor of the version.
-            base: The plan of the adopted checkpoint.
-            unloaded: Those of `ignored` that no other rank of the engine loads either.
-
-        Raises:
-            PlanRefusedError: Naming the tensors.
+        when the adopted checkpoint, that of `base`, had it too and vLLM read nothing of it there;
+        where that is not known, when it is as it was there. So is one of a draft that vLLM serves
+        from its target. `unloaded` has those of `ignored` that no other rank of the engine loads
+        either.
         """
         other = [
             name
@@ -259,12 +207,7 @@ class LoadPlan:
     ) -> None:
         """Remember, at adoption, which tensors that no rank loads repeat loaded ones.
 
-        One that is the same value all over repeats nothing: norms and scales are alike by chance.
-
-        Args:
-            digests: Of every tensor of the adopted checkpoint.
-            unloaded: As for `accept_ignored`.
-            uniform: Tells whether a tensor, by name, holds one value all over.
+        One that is `uniform` repeats nothing: norms and scales are alike by chance.
         """
         for name, same in self.shared.items():
             if same and name not in self.same_as:
@@ -284,17 +227,10 @@ class LoadPlan:
 
 
 def check_against_base(layout: Layout, base: LoadPlan, *, alone: bool) -> None:
-    """Refuse, without a capture, a layout that cannot fit the adopted one.
+    """Refuse, without a capture, a layout that cannot fit that of `base`.
 
-    Passing proves nothing: the capture of the layout decides.
-
-    Args:
-        layout: All tensors of a version.
-        base: The plan of the adopted layout.
-        alone: Whether no other rank loads what this one does not.
-
-    Raises:
-        PlanRefusedError: Naming the tensors.
+    Passing proves nothing: the capture decides. `alone` says whether no other rank loads what this
+    one does not.
     """
     names = {tensor.name for tensor in layout.tensors}
     base = base.asked_of(names)
@@ -305,20 +241,13 @@ def check_against_base(layout: Layout, base: LoadPlan, *, alone: bool) -> None:
     extra = [t.name for t in layout.tensors if t.name not in base.tensors]
     lost = placeless(layout, base, extra) if alone and not missing else []
     if lost:
-        msg = "leave them out: the model has no place for these tensors"
-        raise PlanRefusedError(msg, lost)
+        raise PlanRefusedError("leave them out: the model has no place for these tensors", lost)
 
 
 def check_lacks_none(layout: Layout, base: LoadPlan) -> None:
-    """Refuse a layout without all tensors that are loaded, as far as it names no others.
+    """Refuse a layout that lacks loaded tensors, unless it has unknown ones.
 
-    Args:
-        layout: All tensors of a version. One that the adopted layout has not may stand for those
-            that are absent: the capture of the layout decides.
-        base: The plan of the adopted layout.
-
-    Raises:
-        PlanRefusedError: Naming the tensors.
+    Those may stand for what is absent: the capture decides.
     """
     names = {tensor.name for tensor in layout.tensors}
     missing = base.asked_of(names).loaded - names
@@ -328,15 +257,7 @@ def check_lacks_none(layout: Layout, base: LoadPlan) -> None:
 
 
 def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
-    """Return the tensors of a layout that the adopted one has too, of a shape and dtype that fit.
-
-    Args:
-        layout: Some tensors of a version, or all.
-        base: The plan of the adopted layout.
-
-    Raises:
-        PlanRefusedError: Naming those of another shape or dtype.
-    """
+    """Return the tensors that the adopted layout has too; refuse any of another shape or dtype."""
     known = [t for t in layout.tensors if t.name in base.tensors]
     shapes = [t for t in known if t.shape != base.tensors[t.name][1]]
     if shapes:
@@ -364,14 +285,9 @@ def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
 
 
 def placeless(layout: Layout, base: LoadPlan, unplaced: Iterable[str]) -> list[str]:
-    """Return the names of tensors that this rank has no place for, and that repeat none of its.
+    """Return the tensors of `unplaced` whose shape is of none that this rank loads.
 
-    A repeated tensor has the shape of the one that it repeats; the digests decide later.
-
-    Args:
-        layout: Has these tensors.
-        base: The plan of the adopted layout.
-        unplaced: Names of tensors that nothing is loaded from.
+    A tensor that repeats another one has its shape; the digests decide later.
     """
     loaded = {base.tensors[name][1] for name in base.loaded}
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
@@ -379,11 +295,7 @@ def placeless(layout: Layout, base: LoadPlan, unplaced: Iterable[str]) -> list[s
 
 
 def check_coverage(plan: LoadPlan, base: LoadPlan) -> None:
-    """Refuse a plan that writes less of a parameter than the adopted checkpoint did.
-
-    Raises:
-        PlanRefusedError: Naming the parameters.
-    """
+    """Refuse a plan that writes less of a parameter than the adopted checkpoint did."""
     base = base.asked_of(plan.tensors)
     partly = [name for name, count in base.written.items() if plan.written.get(name, 0) < count]
     if partly:
@@ -403,13 +315,8 @@ def without_repeats(
 ) -> tuple[list[Slice], dict[str, str]]:
     """Return the copies without those of a tensor that another one is loaded over, and these two.
 
-    A head that is tied to the embeddings and was written out as well: both are loaded into one
-    parameter. The one that bears its name stays; the other is one of those that the model loads
-    nothing from, which must repeat it in every version.
-
-    Args:
-        slices: The copies of a plan, in the order of the loaders.
-        tensors: Name to dtype and shape.
+    A tied head that was written out as well is loaded into one parameter with the embeddings. The
+    one that bears its name stays; the other must repeat it in every version.
     """
     copies: dict[str, list[tuple[str, Strides, Strides, bool]]] = {}
     for item in slices:
@@ -426,15 +333,7 @@ def without_repeats(
 
 
 def check_overlap(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
-    """Refuse copies that overwrite each other: the result would depend on their order.
-
-    Args:
-        slices: The copies of a plan.
-        sizes: Elements of each parameter.
-
-    Raises:
-        PlanRefusedError: Naming the tensors.
-    """
+    """Refuse copies that overwrite each other: the result would depend on their order."""
     by_param: dict[str, list[Slice]] = {}
     for item in slices:
         if item.target.numel:
@@ -465,3 +364,129 @@ def _overlapping_views(group: list[Slice], size: int) -> list[str]:
             return [other.tensor for other in group]
         view.fill_(1)
     return []
+
+
+def row_major(offset: int, shape: Sequence[int]) -> Strides:
+    stride, size = [], 1
+    for length in reversed(shape):
+        stride.append(size)
+        size *= length
+    return Strides(offset, tuple(shape), tuple(reversed(stride)))
+
+
+def merge_neighbours(plan: LoadPlan) -> LoadPlan:
+    """Return a plan that makes the same copies with as few slices as possible.
+
+    Each copy costs as much time as a few kilobytes of it.
+    """
+    by_param: dict[str, list[Slice]] = defaultdict(list)
+    for item in plan.slices:
+        by_param[item.param].append(item)
+    slices = tuple(merged for group in by_param.values() for merged in _merged(group))
+    return plan if len(slices) == len(plan.slices) else replace(plan, slices=slices)
+
+
+def _merged(group: Sequence[Slice]) -> Iterator[Slice]:
+    run: list[Slice] = []
+    for item in sorted(group, key=lambda item: item.target.offset):
+        if run and not _follows(run, item):
+            yield _as_one(run)
+            run = []
+        run.append(item)
+    if run:
+        yield _as_one(run)
+
+
+def _follows(run: Sequence[Slice], item: Slice) -> bool:
+    first, last = run[0], run[-1]
+    if (item.tensor, item.cast) != (last.tensor, last.cast):
+        return False
+    if (item.source.shape, item.source.stride) != (last.source.shape, last.source.stride):
+        return False
+    if not (item.target.numel and last.target.contiguous and item.target.contiguous):
+        return False
+    step = item.source.offset - last.source.offset
+    regular = len(run) == 1 or step == run[1].source.offset - first.source.offset
+    return step > 0 and regular and item.target.offset == last.target.offset + last.target.numel
+
+
+def _as_one(run: Sequence[Slice]) -> Slice:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    step = run[1].source.offset - first.source.offset
+    source = _simplified(
+        Strides(first.source.offset, (len(run), *first.source.shape), (step, *first.source.stride))
+    )
+    return replace(first, source=source, target=row_major(first.target.offset, source.shape))
+
+
+def _simplified(view: Strides) -> Strides:
+    shape: list[int] = []
+    stride: list[int] = []
+    for length, step in zip(view.shape, view.stride, strict=True):
+        if length == 1:
+            continue
+        if shape and stride[-1] == length * step:
+            shape[-1] *= length
+            stride[-1] = step
+        else:
+            shape.append(length)
+            stride.append(step)
+    return Strides(view.offset, tuple(shape), tuple(stride))
+
+
+@dataclass(frozen=True)
+class PitchedRows:
+    """As many rows of as many bytes on both sides; widths and pitches are in bytes."""
+
+    count: int
+    width: int
+    target_pitch: int
+    source_pitch: int
+
+
+def rows_of(target: torch.Tensor, source: torch.Tensor) -> PitchedRows | None:
+    """Return two views of one shape and one width of elements as rows; None: they are no rows."""
+    size = source.element_size()
+    # From the innermost dimension outwards: [elements, stride of target, stride of source].
+    found: list[list[int]] = [[1, 1, 1]]
+    for dim in reversed(range(source.dim())):
+        length = source.shape[dim]
+        if length == 1:
+            continue
+        to, of = target.stride(dim), source.stride(dim)
+        inner = found[-1]
+        if (to, of) == (inner[0] * inner[1], inner[0] * inner[2]):
+            inner[0] *= length
+        else:
+            found.append([length, to, of])
+    (width, _, _), *outer = found
+    if len(outer) > 1:
+        return None
+    ((count, to, of),) = outer or [[1, width, width]]
+    if to < width or of < width:
+        return None
+    return PitchedRows(count, width * size, to * size, of * size)
+
+
+def chunks(
+    target: torch.Tensor, source: torch.Tensor, limit: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield both sides cut alike, in at most `limit` bytes of the source, gaps included."""
+    if source.numel() == 0:
+        return
+    if target.is_contiguous() and source.is_contiguous():
+        target, source = target.reshape(-1), source.reshape(-1)
+    while source.dim() and source.shape[0] == 1:
+        target, source = target[0], source[0]
+    if not source.dim():
+        yield target, source
+        return
+    span = max(source.numel() // source.shape[0], abs(source.stride(0))) * source.element_size()
+    if span > limit and source.dim() > 1:
+        for to, of in zip(target, source, strict=True):
+            yield from chunks(to, of, limit)
+        return
+    count = max(1, limit // span)
+    yield from zip(torch.split(target, count), torch.split(source, count), strict=True)

@@ -1,62 +1,201 @@
 """What the loading of a model made: the tensors that may depend on the weights that were loaded.
 
-A version is written through the load plan, so that every tensor which the forward pass reads must
-lie in a parameter that the plan covers, or not depend on the weights at all. vLLM makes some of
-them out of weights when it loads: MLA's absorbed matrices, packed copies, converted scales. After a
-write those would stay what the old weights made of them, and no comparison of parameters would
-notice.
+Every tensor that the forward pass reads must lie in a parameter that the plan covers, or not depend
+on the weights. vLLM makes some out of weights when it loads (MLA's absorbed matrices, packed
+copies, converted scales); after a write they would stay as they were, and no comparison of
+parameters would notice.
 
 A tensor is taken for independent if it was there before any weight was loaded and has the same
-bytes after it: rotary caches, default scales, masks, maps of experts. What appears when loading has
-ended is made by forward passes for requests (key-value caches, workspaces), and goes with them. All
-others that lie in no covered parameter are refused by name. No list of architectures is needed, and
-what is not understood is refused.
+bytes after it: rotary caches, default scales, masks. What appears after loading is made by forward
+passes (key-value caches, workspaces). All others that lie in no covered parameter are refused by
+name; no list of architectures is needed.
 
 The same bytes are no proof: a scale of 1.0 that a checkpoint brings is what a scale is without one.
 So a tensor of the checkpoint that loading read must be covered too, and a number in Python that
 loading changed, or has from what it had loaded, is in the way of a plan like a tensor.
+
+Parameters are moved to shared memory before anything keeps an address of them. Whatever shares
+memory with one moves with it; what kernels have packed is a copy, which no plan covers, and such a
+model is refused when somebody attaches.
+
+One file: which tensors are watched follows from where a model can keep them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import inspect
 import logging
 import math
+import types
 import weakref
 from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from weightsync.vllm.plan.forward_tensors import forward_tensors, reach
+from weightsync.shm.segments import Segment
 from weightsync.vllm.plan.int_views import tensor_digest_of
-from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.plan.loader_params import note_parameters
+from weightsync.vllm.plan.live_params import note_parameters
+from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError
 from weightsync.vllm.plan.model_parts import parts_of
 from weightsync.vllm.plan.read_watch import ReadWatch, StorageSet, values_read
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from weightsync.vllm.plan.load_plan import LoadPlan
-
-__all__ = [
-    "LoadCall",
-    "check_complete",
-    "check_read",
-    "is_watching",
-    "load_call",
-    "loaded_numbers",
-    "made_by_loading",
-    "small_floats",
-    "unwatched",
-    "watch_loading",
-]
-
 logger = logging.getLogger(__name__)
+
+
+#: Modules whose objects hold no tensor of a model, and much that is costly to look at.
+_FOREIGN = frozenset(
+    {"asyncio", "concurrent", "ctypes", "logging", "multiprocessing", "numpy", "threading", "torch"}
+)
+_LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, enum.Enum, type(None))
+#: Base classes of vLLM's configurations that lie beside its layers.
+_CONFIGS = frozenset({"QuantizationConfig"})
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def forward_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor that can be reached from a model, with a path to it.
+
+    Followed are modules, attributes, slots, collections, and what functions close over, have as
+    defaults or are bound to; not what is global to a Python module. Parameters and buffers have
+    torch's names, and a tensor's shortest path comes first. No property of any object is evaluated.
+    """
+    for place, child, _, _ in _walk(model):
+        if isinstance(child, torch.Tensor):
+            yield place, child
+
+
+class NumberPlace(NamedTuple):
+    owner: Any
+    name: str
+
+    @property
+    def writable(self) -> bool:
+        return self.name in _attributes(self.owner)
+
+    def read(self) -> float | None:
+        found = _attributes(self.owner).get(self.name)
+        return found if type(found) is float else None
+
+    def write(self, number: float) -> None:
+        _attributes(self.owner)[self.name] = number
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What one walk through a model finds: `tensors`, and by path every Python float.
+
+    vLLM reads scales out of tensors when it loads, and hands them to kernels as numbers. What
+    configurations hold is left out: it comes from no weight.
+    """
+
+    tensors: Sequence[tuple[str, torch.Tensor]]
+    numbers: Mapping[str, float]
+    places: Mapping[str, NumberPlace]
+
+
+def reach(model: torch.nn.Module) -> Reached:
+    tensors: list[tuple[str, torch.Tensor]] = []
+    numbers: dict[str, float] = {}
+    places: dict[str, NumberPlace] = {}
+    for place, child, owner, name in _walk(model):
+        if isinstance(child, torch.Tensor):
+            tensors.append((place, child))
+        elif type(child) is float and not _is_config(owner):
+            numbers[place] = child
+            places[place] = NumberPlace(owner, name)
+    return Reached(tensors, numbers, places)
+
+
+def _is_config(owner: Any) -> bool:
+    kinds = type(owner).__mro__
+    return any(
+        kind.__module__.startswith(("vllm.config", "transformers")) or kind.__name__ in _CONFIGS
+        for kind in kinds
+    )
+
+
+def _walk(model: torch.nn.Module) -> Iterator[tuple[str, Any, Any, str]]:
+    ahead: deque[tuple[str, Any]] = deque(model.named_modules())
+    seen = {id(module) for _, module in ahead}
+    while ahead:
+        path, value = ahead.popleft()
+        for name, child in _children(value):
+            place = name if not path else f"{path}{'' if name.startswith('[') else '.'}{name}"
+            if isinstance(child, torch.Tensor | float):
+                yield place, child, value, name
+            elif not isinstance(child, _LEAVES) and id(child) not in seen:
+                seen.add(id(child))
+                ahead.append((place, child))
+
+
+def _children(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, torch.nn.Module):
+        return _of_module(value)
+    if isinstance(value, dict):
+        return [(f"[{key!r:.80}]", child) for key, child in list(value.items())]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [(f"[{index}]", child) for index, child in enumerate(list(value))]
+    if isinstance(value, types.FunctionType):
+        return _of_function(value)
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__), ("__func__", value.__func__)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    return _of_object(value)
+
+
+def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for table in _TABLES:
+        yield from list(vars(module)[table].items())
+    for name, child in list(vars(module).items()):
+        if name not in _TABLES:
+            yield name, child
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        try:
+            yield f"<{name}>", cell.cell_contents
+        except ValueError:
+            # Not bound yet.
+            continue
+    yield "__defaults__", function.__defaults__
+    yield "__kwdefaults__", function.__kwdefaults__
+    yield from list(vars(function).items())
+
+
+def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _FOREIGN:
+        return
+    yield from list(_attributes(value).items())
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            place = vars(base).get(name)
+            if isinstance(place, types.MemberDescriptorType):
+                try:
+                    yield name, place.__get__(value, kind)
+                except AttributeError:
+                    continue
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    # Not `vars`: an object may answer for its attributes itself.
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
 
 #: Larger parameters are not digested before they are loaded: what is in them then is chance.
 _MOST_BYTES = 1 << 20
@@ -66,8 +205,6 @@ _SCALES = 1 << 10
 
 
 class _Content(NamedTuple):
-    """What a tensor is, wherever it lies."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     digest: bytes
@@ -75,18 +212,11 @@ class _Content(NamedTuple):
 
 @dataclass(eq=False)
 class _Loading:
-    """A model that is being loaded.
+    """A model that is being loaded; `before`, `numbers` and `storages` are from before its weights.
 
-    Attributes:
-        before: The contents that there were before weights were loaded, by path and by address.
-        numbers: The numbers that there were then, by path.
-        storages: The memory that there was then.
-        watch: What is read and written; it has seen nothing until `given`.
-        given: Whether the model's loaders were given tensors.
-        inside: Whether they are at work: which of their tensors they read is noted, and a capture
-            sees what they do with a value.
-        values: What Python was told of tensors that were not there before, or were loaded.
-        some: Whether it was told of any.
+    `given` says whether its loaders were given tensors, and `inside` whether they are at work:
+    which tensors they read is noted then. `values` is what Python was told of tensors that were not
+    there before, or were loaded, and `some` whether it was told of any.
     """
 
     before: Mapping[str | int, _Content]
@@ -99,7 +229,6 @@ class _Loading:
     some: bool = False
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Note that the values of a tensor are handed to Python."""
         if tensor.is_meta or tensor.layout is not torch.strided:
             return
         self.watch.note(tensor)
@@ -114,14 +243,11 @@ class _Loading:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What became of a model when it was loaded.
+    """What became of a model when it was loaded, by paths.
 
-    Attributes:
-        made: Paths of the tensors that its loading made or changed.
-        small: Paths of others that may hold scales which were the same before.
-        numbers: Paths of all numbers that there were then.
-        computed: Paths of those that loading changed, or had from what it had loaded.
-        read: Names of the tensors that its loaders read; None: they were given none.
+    `made` are tensors that loading made or changed, `small` others that may hold scales which were
+    the same before. `computed` are those of all `numbers` that loading changed, or had from what it
+    had loaded. `read` is None if its loaders were given no tensors.
     """
 
     made: frozenset[str]
@@ -149,7 +275,6 @@ _calls: weakref.WeakKeyDictionary[torch.nn.Module, LoadCall] = weakref.WeakKeyDi
 
 
 def load_call(model: torch.nn.Module) -> LoadCall | None:
-    """Return how the load of a model was asked for; None: nobody watched it."""
     return _calls.get(model)
 
 
@@ -159,18 +284,12 @@ def made_by_loading(model: torch.nn.Module) -> frozenset[str] | None:
 
 
 def small_floats(model: torch.nn.Module) -> frozenset[str] | None:
-    """Return the paths of the tensors that may hold scales which loading set to what they were.
-
-    None: nobody watched it.
-    """
+    """As `made_by_loading`, of tensors that may hold scales which loading set to what they were."""
     return _paths_of(model, lambda loaded: loaded.small)
 
 
 def loaded_numbers(model: torch.nn.Module) -> frozenset[str] | None:
-    """Return the paths of the numbers that there were when loading ended; None: nobody watched it.
-
-    Those that came later were made by kernels when they ran first.
-    """
+    """Return the paths of the numbers from before kernels ran; None: nobody watched the loading."""
     return _paths_of(model, lambda loaded: loaded.numbers)
 
 
@@ -192,15 +311,7 @@ def _paths_of(
 def check_read(model: torch.nn.Module, plan: LoadPlan) -> LoadPlan:
     """Refuse a plan that brings nowhere what loading read of the model's own checkpoint.
 
-    Returns the plan, with what is known to be unread.
-
-    Args:
-        model: As it was loaded. Where its loaders were given no tensors, nobody knows what was
-            read: what the plan ignores stays as it is in that checkpoint then.
-        plan: Of that checkpoint.
-
-    Raises:
-        PlanRefusedError: With the names of those tensors.
+    Returns the plan with what is known to be unread: nothing, if the loaders were given no tensors.
     """
     parts = parts_of(model)
     seen = [(part.names.tensors, _made.get(part.module)) for part in parts]
@@ -231,15 +342,7 @@ def check_read(model: torch.nn.Module, plan: LoadPlan) -> LoadPlan:
 
 
 def check_complete(model: torch.nn.Module, covered: Iterable[torch.Tensor]) -> None:
-    """Refuse a model that reads what an update of its covered parameters leaves as it was.
-
-    Args:
-        model: As it was loaded. Where nobody watched that, every tensor counts as made by it.
-        covered: The parameters that the load plan writes.
-
-    Raises:
-        PlanRefusedError: With the paths of those tensors.
-    """
+    """Refuse a model that reads what an update of its covered parameters leaves as it was."""
     made = made_by_loading(model)
     spans = _merged(map(_span, covered))
     left = [
@@ -265,10 +368,9 @@ def check_complete(model: torch.nn.Module, covered: Iterable[torch.Tensor]) -> N
 
 
 def watch_loading(loaders: Any) -> None:
-    """See to it that what loading makes of each model is known. Repeating it is harmless.
+    """Note what the loading of each model makes; repeating it is harmless.
 
-    Args:
-        loaders: vLLM's module `model_executor.model_loader.base_loader`.
+    `loaders` is vLLM's module `base_loader`.
     """
     initialize, load = loaders.initialize_model, loaders.BaseModelLoader.load_model
     if hasattr(initialize, "_weightsync"):
@@ -338,7 +440,6 @@ def _look_before(model: torch.nn.Module) -> None:
 
 
 def _watch_reads(model: Any) -> None:
-    """Watch the one load that comes now, by whoever brings the tensors."""
     loading, load = _before[model], getattr(model, "load_weights", None)
     if load is None:
         return
@@ -420,7 +521,6 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and behind its last one."""
     begin = _address(tensor)
     steps = zip(tensor.shape, tensor.stride(), strict=True) if begin else ()
     last = sum((length - 1) * step for length, step in steps)
@@ -428,7 +528,6 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the same memory as ranges that lie apart, in order."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -442,3 +541,87 @@ def _within(spans: list[tuple[int, int]], tensor: torch.Tensor) -> bool:
     begin, end = _span(tensor)
     index = bisect_right(spans, begin, key=lambda span: span[0]) - 1
     return bool(begin) and index >= 0 and end <= spans[index][1]
+
+
+#: Where each storage begins, bytes: kernels read whole cache lines.
+_ALIGNMENT = 64
+#: One of each model that was loaded; they stay as long as the process.
+_segments: list[Segment] = []
+
+
+def shared_segments() -> tuple[Segment, ...]:
+    """Return what parameters lie in; empty: nobody asked for it."""
+    return tuple(_segments)
+
+
+def share_loaded(loaders: Any) -> None:
+    """Move the parameters of each loaded model; `loaders` and repeating as in `watch_loading`."""
+    load = loaders.BaseModelLoader.load_model
+    if hasattr(load, "_weightsync_shared"):
+        return
+
+    @functools.wraps(load)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        if is_watching():
+            move_parameters(model)
+        return model
+
+    load_model._weightsync_shared = True  # type: ignore[attr-defined]  # noqa: SLF001 - our mark
+    loaders.BaseModelLoader.load_model = load_model
+
+
+def move_parameters(model: torch.nn.Module) -> None:
+    """Put the parameters and buffers of a model into one segment; what they hold stays."""
+    groups = _by_storage(model)
+    sizes = [-(-group[0].untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT for group in groups]
+    if not groups:
+        return
+    segment = Segment.create(sum(sizes))
+    at = 0
+    for group, size in zip(groups, sizes, strict=True):
+        _move(group, segment, at)
+        at += size
+    _segments.append(segment)
+    logger.info("weightsync: %d bytes of parameters lie in shared memory", at)
+
+
+def _by_storage(model: torch.nn.Module) -> list[list[torch.Tensor]]:
+    """Return the tensors in unmoved memory of parameters and buffers, by that memory."""
+    owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    moved = {0, *(place for place in owned if any(_has_address(s, place) for s in _segments))}
+    groups: dict[int, list[torch.Tensor]] = {address: [] for address in owned - moved}
+    for tensor in _distinct(tensor for _, tensor in forward_tensors(model)):
+        if (address := _storage(tensor)) in groups:
+            groups[address].append(tensor)
+    return [group for group in groups.values() if group]
+
+
+def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    seen: set[int] = set()
+    for tensor in tensors:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins; 0: it has none of this host."""
+    there = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return tensor.untyped_storage().data_ptr() if there else 0
+
+
+def _has_address(segment: Segment, address: int) -> bool:
+    return 0 <= address - segment.address < segment.capacity
+
+
+def _move(group: Iterable[torch.Tensor], segment: Segment, at: int) -> None:
+    first, *_ = tensors = list(group)
+    old = first.untyped_storage()
+    # A storage of its own: compilers ask whether inputs share one.
+    place = torch.frombuffer(segment.view, dtype=torch.uint8, count=old.nbytes(), offset=at)
+    place.copy_(torch.empty(0, dtype=torch.uint8).set_(old))
+    for tensor in tensors:
+        view = torch.empty(0, dtype=tensor.dtype)
+        view.set_(place.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        tensor.data = view

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 
 from weightsync.vllm.draft import DRAFT
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-__all__ = [
-    "ModelPart",
-    "ModelWithDraft",
-    "PartNames",
-    "draft_params",
-    "names_of_parts",
-    "parts_of",
-    "shared_modules",
-]
-
 
 class PartNames(NamedTuple):
-    """How what belongs to a part is called in the whole.
-
-    Attributes:
-        path: What the paths of its modules begin with.
-        tensors: What the names of its tensors begin with, as versions have them.
-        foreign: What the names of another part's begin with; "": none do.
-    """
+    """Prefixes of a part's module paths, of its tensors in versions, and of another part's."""
 
     path: str = ""
     tensors: str = ""
@@ -43,34 +25,19 @@ class PartNames(NamedTuple):
 
 
 class ModelPart(NamedTuple):
-    """A model that vLLM has loaded by itself, and how what belongs to it is called."""
-
     module: torch.nn.Module
     names: PartNames
 
 
 def names_of_parts(draft: str | None) -> tuple[PartNames, ...]:
-    """Return the names of a target and its draft.
-
-    Args:
-        draft: What the names of the draft's tensors begin with; "": they lie in the target's
-            checkpoint; None: there is no draft.
-    """
+    """Return the names of a target and its draft; `draft` is as `draft_names` has it."""
     if draft is None:
         return (PartNames(),)
     return PartNames(foreign=draft), PartNames(DRAFT, draft)
 
 
 class ModelWithDraft(torch.nn.Module):
-    """A target and its draft. Paths of the target are as in itself, the draft's have a prefix.
-
-    Where both use one module, such as the embedding, it goes by its path in the target.
-
-    Args:
-        target: What generates.
-        draft: What guesses ahead.
-        tensors: What the names of the draft's tensors begin with; see `names_of_parts`.
-    """
+    """A target and its draft, whose paths have a prefix; a shared module has the target's path."""
 
     def __init__(self, target: torch.nn.Module, draft: torch.nn.Module, tensors: str) -> None:
         super().__init__()

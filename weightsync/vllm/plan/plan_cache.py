@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from weightsync.model.manifest import Manifest
 from weightsync.model.name_sets import unpack
-from weightsync.vllm.plan.load_plan import PlanRefusedError, check_against_base
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from weightsync.model.manifest import Manifest
-    from weightsync.vllm.plan.load_plan import LoadPlan
-
-__all__ = ["NeedsCaptureError", "PlanCache", "find_plan"]
-
+from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, check_against_base
 
 #: Refusals that a rank remembers.
 _REFUSALS = 64
@@ -29,15 +21,11 @@ class NeedsCaptureError(Exception):
 
 @dataclass
 class PlanCache:
-    """The load plans of a rank.
+    """The load plans of a rank; `base` is the first one, captured for the adopted checkpoint.
 
-    Attributes:
-        base: The first one, captured for the adopted checkpoint; what is covered is measured by it.
-        by_signature: All of them.
-        refused: What was said of layouts that the model cannot take, by their signatures: their
-            plans need not be captured again to say so.
-        alone: Whether no other rank loads a tensor that this one does not.
-        unloaded: Names of the tensors that no rank of the engine loads, by signature.
+    `refused` is what was said of layouts that the model cannot take, and `unloaded` names the
+    tensors that no rank of the engine loads, both by signature. `alone` says whether no other rank
+    loads a tensor that this one does not.
     """
 
     base: LoadPlan | None = None
@@ -47,7 +35,6 @@ class PlanCache:
     refused: OrderedDict[str, tuple[str, list[str]]] = field(default_factory=OrderedDict)
 
     def add(self, plan: LoadPlan) -> None:
-        """Keep a plan; the first one becomes the base."""
         if self.base is None:
             self.base = plan
         self.by_signature[plan.signature] = plan
@@ -55,14 +42,9 @@ class PlanCache:
             self.unloaded[plan.signature] = frozenset(plan.ignored)
 
     def learn(self, signature: str, unloaded: str) -> None:
-        """Take note of what no rank loads of a layout, as the server has it from all of them.
+        """Take note of what no rank loads of a layout, packed by `name_sets`; "": nothing new.
 
-        Args:
-            signature: Of the layout.
-            unloaded: The names, as `name_sets` packs them; "": nothing new.
-
-        Raises:
-            ValueError: It is not about this layout, or names a tensor that this rank loads.
+        Raises ValueError if it is not of this layout, or names a tensor that this rank loads.
         """
         plan = self.by_signature.get(signature)
         if not unloaded or plan is None:
@@ -74,18 +56,12 @@ class PlanCache:
         self.unloaded[signature] = names
 
     def check(self, signature: str) -> None:
-        """Refuse a layout that was refused before.
-
-        Raises:
-            PlanRefusedError: As then.
-        """
         if signature in self.refused:
             self.refused.move_to_end(signature)
             raise PlanRefusedError(*self.refused[signature])
 
     @contextlib.contextmanager
     def remembering(self, signature: str) -> Iterator[None]:
-        """Remember a refusal of a layout that is raised meanwhile."""
         try:
             yield
         except PlanRefusedError as error:
@@ -98,17 +74,9 @@ class PlanCache:
 def find_plan(
     manifest: Manifest, plans: PlanCache, uniform: Callable[[str], bool] = lambda _: False
 ) -> LoadPlan:
-    """Return the plan for a version.
+    """Return the plan for a version; `uniform` is as for `note_ignored`.
 
-    Args:
-        manifest: Of the version.
-        plans: Those there are.
-        uniform: Tells whether one of its tensors, by name, holds one value all over.
-
-    Raises:
-        NeedsCaptureError: Its layout is new, or nobody has said yet what no rank loads of it; the
-            model's loaders must run once on every rank.
-        PlanRefusedError: It cannot fit the adopted model; with names.
+    Raises NeedsCaptureError if the model's loaders must run once on every rank first.
     """
     layout = manifest.layout
     plans.check(layout.signature)

@@ -1,7 +1,7 @@
 """What the loading of a model read of its checkpoint, which memory it wrote, and which numbers.
 
-A tensor of a checkpoint that only was handed out was not read. What was read has become something,
-also where it is the same as what was there before.
+A tensor that only was handed out was not read. What was read has become something, also where it is
+the same as what was there before.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ import contextlib
 import functools
 import threading
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-__all__ = ["ReadWatch", "StorageSet", "values_read", "written_by"]
 
 #: Methods of a tensor that hand its values to Python; dispatch shows the first one only.
 _VALUES = ("item", "tolist", "numpy", "__float__", "__array__", "__dlpack__")
@@ -35,7 +31,6 @@ class StorageSet:
             self.add(tensor)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add the storage of a tensor."""
         storage = tensor.untyped_storage()
         key = int(storage._cdata)  # noqa: SLF001 - as torch's own weak references know it
         known = self._found.get(key)
@@ -72,13 +67,6 @@ class _Source:
 
 
 class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which tensors of a checkpoint an operation read, and what memory it wrote.
-
-    Attributes:
-        read: Names of the tensors.
-        written: The memory.
-    """
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.read: set[str] = set()
@@ -88,13 +76,11 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def hand_out(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a checkpoint with their names, and know them from then on."""
         for name, tensor in tensors:
             self.know(name, tensor)
             yield name, tensor
 
     def know(self, name: str, tensor: torch.Tensor) -> None:
-        """Know a tensor of the checkpoint from now on."""
         if not tensor.numel():
             # There is nothing to read.
             self.read.add(name)
@@ -111,7 +97,6 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note what an operation reads and writes, and do it."""
         del types
         # What only makes a view of a tensor reads nothing of it.
         if not _makes_views(func):
@@ -123,7 +108,6 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def note(self, value: object) -> None:
-        """Note that a tensor was read, if it is one of the checkpoint."""
         if not isinstance(value, torch.Tensor) or not _has_memory(value) or not value.numel():
             return
         source = self._sources.get(int(value.untyped_storage()._cdata))  # noqa: SLF001 - as above
@@ -136,9 +120,9 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def values_read(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call `note` with every tensor whose values are handed to Python meanwhile, in any thread.
+    """Call `note` with every tensor whose values Python is told meanwhile, in any thread.
 
-    What `note` reads itself is not told.
+    What it reads itself is left out.
     """
     # As they are now: a loader watches the load of a model that is watched by itself. Most of them
     # torch's class inherits.
@@ -173,7 +157,6 @@ _noted = threading.local()
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation writes to, lists flattened."""
     found: list[Any] = []
     for index, name in _written_places(func):
         value = args[index] if index < len(args) else kwargs.get(name)
@@ -183,7 +166,6 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 @functools.cache
 def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return index and name of the arguments that an operation writes to."""
     # Schemas are slow to read: a model of experts is loaded by a hundred thousand operations.
     schema = func._schema  # noqa: SLF001 - torch has no other word for what an operation writes
     if not schema.is_mutable:

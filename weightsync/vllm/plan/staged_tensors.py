@@ -1,23 +1,25 @@
-"""The bytes of a staged version as tensors."""
+"""A staged version's bytes as tensors, and views that are made once for all versions.
+
+A model has hundreds, and making them keeps the interpreter from the thread that generates.
+"""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from weightsync.model.dtypes import torch_dtype
-from weightsync.vllm.plan.live_params import view_of
+from weightsync.vllm.plan.live_params import LiveParameters, Targets, view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from weightsync.model.manifest import Layout, TensorEntry
-    from weightsync.vllm.plan.load_plan import Slice
+    from weightsync.vllm.plan.load_plan import LoadPlan, Slice
 
-__all__ = ["StagedTensors"]
 
 #: Elements that are looked at together.
 _PIECE = 1 << 16
@@ -35,15 +37,7 @@ def _as_tensor(view: memoryview) -> torch.Tensor:
 class StagedTensors:
     """Tensors of a staged version, read where the server received them.
 
-    Args:
-        layout: Where each tensor lies.
-        views: The bytes of each shard's segment.
-
-    Attributes:
-        copied: A tensor lay at an odd address, so that what was returned is a copy.
-
-    Raises:
-        ValueError: A segment is smaller than its shard.
+    `copied` says that one lay at an odd address, and a copy was returned.
     """
 
     def __init__(self, layout: Layout, views: Sequence[memoryview]) -> None:
@@ -70,11 +64,9 @@ class StagedTensors:
         return raw.view(dtype).view(entry.shape)
 
     def entry(self, name: str) -> TensorEntry:
-        """Return where a tensor lies."""
         return self._entries[name]
 
     def raw(self, shard: int, begin: int, end: int) -> torch.Tensor:
-        """Return bytes of a shard's data section, without a copy."""
         start = self._layout.shards[shard].data_start
         return self._shards[shard][start + begin : start + end]
 
@@ -90,5 +82,66 @@ class StagedTensors:
         return self._turns[self._entries[item.tensor].shard]
 
     def slice(self, item: Slice) -> torch.Tensor:
-        """Return the source of one copy."""
         return view_of(self.tensor(item.tensor), item.source)
+
+
+#: Versions in segments of their own whose views are kept; a server has two or three slots.
+_MOST = 4
+
+
+class Read(NamedTuple):
+    """What a plan reads: per slice a view of shared memory, and its shard's turn to be read.
+
+    `copied` says that a tensor lay at an odd address, and its view is of a copy.
+    """
+
+    sources: list[torch.Tensor]
+    turns: list[int]
+    copied: bool = False
+
+
+class ViewCache:
+    """The views of one rank. Callers see to it that they come one at a time."""
+
+    def __init__(self, live: LiveParameters) -> None:
+        self._live = live
+        self._targets: dict[str, Targets] = {}
+        self._read: OrderedDict[tuple[tuple[str, ...], str, str], Read] = OrderedDict()
+
+    def targets(self, plan: LoadPlan) -> Targets:
+        now = Targets(self._live, plan.slices)
+        known = self._targets.get(plan.signature)
+        if known is not None and known.geometry == now.geometry:
+            return known
+        self._targets[plan.signature] = now
+        return now
+
+    def read(
+        self,
+        layout: Layout,
+        ids: tuple[str, ...],
+        plan: LoadPlan,
+        segments: Sequence[memoryview],
+    ) -> Read:
+        """Return what a plan reads of a version in the segments `ids`. Reads no bytes."""
+        key = ids, layout.digest, plan.signature
+        if key in self._read:
+            self._read.move_to_end(key)
+            return self._read[key]
+        sources = StagedTensors(layout, segments)
+        made = Read(
+            [sources.slice(item) for item in plan.slices],
+            [sources.turn(item) for item in plan.slices],
+            sources.copied,
+        )
+        if not sources.copied:
+            self._read[key] = made
+            while len(self._read) > _MOST:
+                self._read.popitem(last=False)
+        return made
+
+    def forget(self, segments: Iterable[str]) -> None:
+        """Let go of views of segments, before they are unmapped."""
+        gone = frozenset(segments)
+        for key in [key for key in self._read if not gone.isdisjoint(key[0])]:
+            del self._read[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,20 +11,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from weightsync.model.digest import tensor_digest
-from weightsync.vllm.apply.prepared import RankPrepared
-from weightsync.vllm.plan.int_views import joined_digest_of
-from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.apply.device_ops import DeviceOps, RankPrepared
+from weightsync.vllm.apply.host_patch import digest_all
+from weightsync.vllm.apply.transform import Prepared
+from weightsync.vllm.plan.load_plan import PlanRefusedError, Slice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from weightsync.vllm.apply.device_ops import DeviceOps
     from weightsync.vllm.apply.parallel import SliceThreads
-    from weightsync.vllm.apply.transform import Prepared
     from weightsync.vllm.plan.live_params import Targets
-    from weightsync.vllm.plan.load_plan import Slice
 
-__all__ = ["LiveDigests", "changed_since", "digest_live"]
 
 #: Most that a device digests with one block of threads. Of 15 GB an embedding of 1 GB, by one, took
 #: 30 ms on an H200, and all took 32; cut into 16 MiB 5.6 ms, 32 MiB 4.8, 64 MiB 4.4.
@@ -34,12 +30,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class LiveDigests:
-    """What live parameters held at a time.
-
-    Attributes:
-        target: A version of which the load plan tells what they are.
-        slices: The digest of each slice of that plan, in its order.
-    """
+    """What live parameters held at a time: the digest of each slice of the plan of `target`."""
 
     target: RankPrepared
     slices: tuple[bytes, ...]
@@ -50,7 +41,6 @@ class LiveDigests:
         return {_part(each): digest.hex() for each, digest in pairs}
 
     def unlike(self, other: LiveDigests) -> list[str]:
-        """Return the tensors of which the same plan has other digests."""
         both = zip(self.target.plan.slices, self.slices, other.slices, strict=True)
         return list(dict.fromkeys(each.tensor for each, one, two in both if one != two))
 
@@ -61,30 +51,15 @@ def digest_live(
     threads: SliceThreads,
     stop: Callable[[], bool] | None = None,
 ) -> LiveDigests:
-    """Read all that is live once.
+    """Read all that is live once; `stop` is None if the engine stands.
 
-    Args:
-        target: A version that was prepared by a load plan.
-        ops: Digests what lies on a device.
-        threads: Digest the rest.
-        stop: Asked before every piece, beside generation; None: the engine stands.
-
-    Raises:
-        PlanRefusedError: There is no load plan.
-        StoppedError: `stop` returned True.
+    Raises PlanRefusedError if there is no load plan, StoppedError when `stop` returns True.
     """
     if not isinstance(target, RankPrepared):
         msg = "vLLM computes what is live of this model, so that nobody but it may write that"
         raise PlanRefusedError(msg)
     pieces, counts = _cut(target.targets)
-    found: dict[int, bytes] = dict(ops.digests(pieces, stop))
-    rest = [number for number in pieces if number not in found]
-
-    def digest(at: int) -> None:
-        number = rest[at]
-        found[number] = joined_digest_of([pieces[number]], stop=stop or bool)
-
-    threads.each(digest, [pieces[number].nbytes for number in rest])
+    found = digest_all(ops, pieces, threads, stop)
     digests = (found[number] for number in pieces)
     return LiveDigests(target, tuple(_joined(islice(digests, count)) for count in counts))
 
@@ -93,26 +68,16 @@ def changed_since(
     before: LiveDigests | None,
     ops: DeviceOps,
     threads: SliceThreads,
-    stop: Callable[[], bool],
+    stop: Callable[[], bool] | None = None,
 ) -> list[str]:
-    """Return the tensors that are not what they were, beside generation; of None: none.
-
-    Raises:
-        StoppedError: `stop` returned True.
-    """
+    """Return the tensors that are not what they were; of None: none. `stop` as in `digest_live`."""
     if before is None:
         return []
     return before.unlike(digest_live(before.target, ops, threads, stop))
 
 
 class _Cut(NamedTuple):
-    """The live views of a plan in pieces; made once, for the engine stands still meanwhile.
-
-    Attributes:
-        views: What was cut.
-        pieces: All pieces, by their numbers.
-        counts: How many each view has.
-    """
+    """The live views of a plan in pieces, and how many each has; made once for all uses."""
 
     views: Sequence[torch.Tensor]
     pieces: Mapping[int, torch.Tensor]

@@ -4,29 +4,114 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from weightsync.gpu.ipc import DeviceError, place_of
-from weightsync.shm.live_views import DOCUMENT, GATE, HANDLES, MEMORY, LiveBox, LiveViews
+from weightsync.gpu.ipc import DeviceError, Place, place_of
+from weightsync.shm.live_views import DOCUMENT, HANDLES, LiveBox, LiveViews
 from weightsync.shm.live_writers import LiveWriters
-from weightsync.shm.segment_socket import SegmentClient
-from weightsync.vllm.apply.prepared import RankPrepared
-from weightsync.vllm.plan.live_boxes import placed_boxes
-from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.plan.shared_params import shared_segments
+from weightsync.shm.segment_socket import OfferedFile, SegmentClient, file_of
+from weightsync.vllm.apply.device_ops import RankPrepared
+from weightsync.vllm.apply.transform import Prepared
+from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, row_major
+from weightsync.vllm.plan.load_watch import shared_segments
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from weightsync.gpu.ipc import Place
-    from weightsync.shm.segment_socket import OfferedFile
-    from weightsync.shm.segments import Segment
-    from weightsync.vllm.apply.transform import Prepared
+@dataclass(frozen=True, slots=True)
+class PlacedBox:
+    """A box of a tensor and its slice, in elements; `stride` is between those of the parameter."""
 
-__all__ = ["LIVE_WRITERS", "ModelFacts", "facts_of", "hand_out", "open_block", "serve_attach"]
+    tensor: str
+    index: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def placed_boxes(plan: LoadPlan) -> tuple[PlacedBox, ...]:
+    """Return every box that is live, also of tensors that repeat another one, as tied heads do.
+
+    What a copy reads is a view with any dimensions, once `merge_neighbours` joined what loaders
+    cut; here it is put into those of its tensor again.
+
+    Raises PlanRefusedError with the tensors of which a copy is no box.
+    """
+    boxes: list[PlacedBox] = []
+    others: list[str] = []
+    for index, item in enumerate(plan.slices):
+        if not item.source.numel:
+            continue
+        box = _placed_box(index, item, plan.tensors[item.tensor][1])
+        if box is None:
+            others.append(item.tensor)
+        else:
+            boxes.append(box)
+    if others:
+        msg = (
+            "vLLM has spread these tensors over its parameters in steps, so that no view of them "
+            "is a tensor of the checkpoint; push versions of this model in place of attaching"
+        )
+        raise PlanRefusedError(msg, sorted(set(others)))
+    return (*boxes, *_repeated(plan, boxes))
+
+
+def _repeated(plan: LoadPlan, boxes: Sequence[PlacedBox]) -> Iterator[PlacedBox]:
+    for name, same in plan.same_as.items():
+        for box in boxes:
+            if box.tensor == same and name not in plan.loaded:
+                yield PlacedBox(name, box.index, box.offsets, box.lengths, box.stride)
+
+
+def _placed_box(index: int, item: Slice, shape: Sequence[int]) -> PlacedBox | None:
+    box = _GrowingBox.at(item.source.offset, shape)
+    steps = zip(item.source.shape, item.source.stride, item.target.stride, strict=True)
+    if not all(length == 1 or box.spread(length, *strides) for length, *strides in steps):
+        return None
+    return PlacedBox(item.tensor, index, box.offsets, tuple(box.lengths), tuple(box.stride))
+
+
+@dataclass
+class _GrowingBox:
+    """A box as far as it is known, in elements; `stride` is between those of the parameter."""
+
+    shape: Sequence[int]
+    dense: Sequence[int]
+    offsets: tuple[int, ...]
+    lengths: list[int]
+    stride: list[int]
+
+    @classmethod
+    def at(cls, offset: int, shape: Sequence[int]) -> _GrowingBox:
+        dense = row_major(0, shape).stride
+        offsets = []
+        for step in dense:
+            offsets.append(offset // step)
+            offset %= step
+        return cls(shape, dense, tuple(offsets), [1] * len(shape), [0] * len(shape))
+
+    def spread(self, length: int, source: int, target: int) -> bool:
+        """Put a dimension into those of the tensor, from the inner one outwards, if it is of a box.
+
+        Returns whether it is. `source` is its stride in the tensor, `target` that in the parameter.
+        """
+        wide = [axis for axis, size in enumerate(self.shape) if size > 1]
+        inner = [axis for axis in wide if self.dense[axis] == source]
+        for axis in reversed([axis for axis in wide if inner and axis <= inner[0]]):
+            if self.lengths[axis] > 1:
+                return False
+            self.stride[axis] = target
+            if length <= self.shape[axis] - self.offsets[axis]:
+                self.lengths[axis] = length
+                return True
+            if self.offsets[axis] or length % self.shape[axis]:
+                return False
+            self.lengths[axis] = self.shape[axis]
+            length, target = length // self.shape[axis], target * self.shape[axis]
+        return False
+
 
 #: What an attach asks for: memory that can be read, or what is needed to write it in a block.
 _READ, _WRITE = "read", "write"
@@ -50,12 +135,10 @@ _UNSHARED = (
 
 
 class ModelFacts(NamedTuple):
-    """What is told of the model to who attaches.
+    """What a trainer that attaches is told of the model.
 
-    Attributes:
-        checkpoint: Name or path of what vLLM has loaded.
-        config: As its `config.json` has it.
-        refusal: Why nobody can attach, one sentence; "": one can.
+    `checkpoint` is the name or path that vLLM has loaded, and `config` is as in `config.json`.
+    `refusal` says why no trainer can attach; "" if one can.
     """
 
     checkpoint: str
@@ -64,7 +147,6 @@ class ModelFacts(NamedTuple):
 
 
 def facts_of(worker: Any) -> ModelFacts:
-    """Return those of a worker of vLLM's."""
     model = worker.vllm_config.model_config
     config = json.loads(model.hf_config.to_json_string(use_diff=False))
     asleep = bool(getattr(model, "enable_sleep_mode", False))
@@ -79,22 +161,15 @@ def serve_attach(
 ) -> dict[str, Any]:
     """Do what a rank is asked for by `weightsync_attach`; return its report.
 
-    Args:
-        args: With `holder`, a process is remembered that what was handed out is about to be given
-            to; else there is an `offer`, which with `access` "write" is for one block.
-        socket: The segment socket.
-        about: `dp/pp/tp` of the rank, and what is told of the model.
-        known: Returns what is live.
-
-    Raises:
-        PlanRefusedError: Nobody can attach to this model.
-        LookupError: The server expects nothing any more.
+    With `holder` in `args`, the process is remembered to which the memory is about to be given;
+    else there is an `offer`, which with `access` "write" is for one block. Raises PlanRefusedError
+    if nobody can attach, LookupError if the server expects nothing any more.
     """
     offer, access, (rank, facts) = str(args["offer"]), str(args.get("access", "")), about
     if "holder" in args:
         LIVE_WRITERS.remember(args, socket)
     elif access == _WRITE:
-        open_block(socket, offer, rank)
+        LIVE_WRITERS.open_block(socket, f"{offer}/{rank}")
     else:
         hand_out(socket, offer, rank, facts, known(), access)
     return {"phase": "ready"}
@@ -103,20 +178,10 @@ def serve_attach(
 def hand_out(
     socket: str, offer: str, rank: str, facts: ModelFacts, target: Prepared | None, access: str = ""
 ) -> None:
-    """Send where the live parameters lie over the segment socket, and what opens their memory.
+    """Send where the live parameters, `target`, lie over the segment socket, and what opens them.
 
-    Args:
-        socket: The segment socket.
-        offer: What the server expects.
-        rank: `dp/pp/tp`.
-        facts: Of the model.
-        target: What is live.
-        access: "read": memory of the host can be read only. "", of older releases: it can be
-            written at any time.
-
-    Raises:
-        PlanRefusedError: Nobody can attach to this model.
-        LookupError: The server expects nothing any more.
+    With `access` "read" memory of the host can be read only; with "", of older releases, it can be
+    written at any time. Raises as `serve_attach`.
     """
     if facts.refusal:
         raise PlanRefusedError(facts.refusal)
@@ -141,37 +206,13 @@ def hand_out(
         )
     views = LiveViews(rank, memory.device, facts.checkpoint, facts.config, tuple(boxes))
     with contextlib.ExitStack() as stack:
-        document = stack.enter_context(_file(DOCUMENT, views.to_json()))
+        document = stack.enter_context(file_of(DOCUMENT, views.to_json()))
         files = [document, *stack.enter_context(memory.files(writable=access != _READ))]
         with SegmentClient(socket) as client:
             client.offer(f"{offer}/{rank}", files)
 
 
-def open_block(socket: str, offer: str, rank: str) -> None:
-    """Send what live parameters are written with in one block, and no longer.
-
-    Args:
-        socket: The segment socket.
-        offer: What the server expects.
-        rank: `dp/pp/tp`.
-
-    Raises:
-        LookupError: The server expects nothing any more.
-    """
-    gate = LIVE_WRITERS.gate()
-    try:
-        with (
-            _HostMemory(shared_segments()).files(writable=True) as files,
-            SegmentClient(socket) as client,
-        ):
-            client.offer(f"{offer}/{rank}", [(GATE, 0, gate), *files])
-    finally:
-        os.close(gate)
-
-
 class _Memory(Protocol):
-    """Allocations that live parameters lie in."""
-
     device: bytes
 
     def locate(self, address: int) -> tuple[int, int]:
@@ -184,46 +225,23 @@ class _Memory(Protocol):
 def _memory(live: Sequence[torch.Tensor]) -> _Memory:
     devices = {view.device for view in live if view.is_cuda}
     if not devices:
-        return _HostMemory(shared_segments())
+        return _HostMemory()
     # The driver wants a context of this thread's, and PyTorch makes none before it has to.
     torch.cuda.current_stream(devices.pop()).synchronize()
     return _DeviceMemory()
 
 
 class _HostMemory:
-    """Segments of this process.
-
-    Args:
-        segments: All of them.
-    """
-
     device = b""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
-
     def locate(self, address: int) -> tuple[int, int]:
-        """See `_Memory`.
-
-        Raises:
-            PlanRefusedError: It is in none.
-        """
-        for index, segment in enumerate(self._segments):
+        for index, segment in enumerate(shared_segments()):
             if 0 <= address - segment.address < segment.capacity:
                 return index, address - segment.address
         raise PlanRefusedError(_PRIVATE)
 
-    @contextlib.contextmanager
-    def files(self, *, writable: bool) -> Iterator[Sequence[OfferedFile]]:
-        """See `_Memory`."""
-        with contextlib.ExitStack() as stack:
-            files: list[OfferedFile] = []
-            for segment in self._segments:
-                # Opened anew: the kernel then knows who may still write.
-                fd = segment.lend() if writable else segment.read_only_fd()
-                stack.callback(os.close, fd)
-                files.append((MEMORY, segment.capacity, fd))
-            yield files
+    def files(self, *, writable: bool) -> contextlib.AbstractContextManager[Sequence[OfferedFile]]:
+        return LIVE_WRITERS.files(writable=writable)
 
 
 class _DeviceMemory:
@@ -235,11 +253,6 @@ class _DeviceMemory:
         self._handles: dict[bytes, int] = {}
 
     def locate(self, address: int) -> tuple[int, int]:
-        """See `_Memory`.
-
-        Raises:
-            PlanRefusedError: It cannot be shared.
-        """
         try:
             place = place_of(address, self._known)
         except DeviceError as error:
@@ -249,19 +262,6 @@ class _DeviceMemory:
 
     @contextlib.contextmanager
     def files(self, *, writable: bool) -> Iterator[Sequence[OfferedFile]]:
-        """See `_Memory`."""
         del writable
-        with _file(HANDLES, b"".join(self._handles)) as file:
+        with file_of(HANDLES, b"".join(self._handles)) as file:
             yield [file]
-
-
-@contextlib.contextmanager
-def _file(name: str, data: bytes) -> Iterator[OfferedFile]:
-    """Lend a file that lies nowhere."""
-    fd = os.memfd_create("weightsync", os.MFD_CLOEXEC)
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(data)
-        yield name, len(data), fd
-    finally:
-        os.close(fd)

@@ -5,55 +5,91 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightsync import failpoints
-from weightsync.shm.staged_version import StagedDocuments, document_of, read_document
+from weightsync.shm.staged_version import StagedDocuments, StagedVersion, document_of, read_document
+from weightsync.vllm.apply.device_ops import DeviceOps, RankPrepared
 from weightsync.vllm.apply.parallel import SliceThreads, commit_thread_count, yield_cores
-from weightsync.vllm.apply.transform import TransformRequest
-from weightsync.vllm.plan.in_place import why_not_plain
-from weightsync.vllm.plan.live_params import LiveParameters
+from weightsync.vllm.apply.segment_mappings import RankSegments
+from weightsync.vllm.apply.transform import Prepared, TransformRequest, VersionTransform
+from weightsync.vllm.plan.live_params import LiveParameters, why_not_plain
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.plan.plan_cache import PlanCache
-from weightsync.vllm.plan.view_cache import ViewCache
-from weightsync.vllm.twin.loader_process import LoaderError
-from weightsync.vllm.worker.background import Background
-from weightsync.vllm.worker.live_content import LiveContent
-from weightsync.vllm.worker.live_digests import changed_since, digest_live
-from weightsync.vllm.worker.live_memory import LIVE_WRITERS, serve_attach
+from weightsync.vllm.plan.staged_tensors import ViewCache
+from weightsync.vllm.shadow.loader_process import LoaderError
+from weightsync.vllm.worker.live_digests import LiveDigests, changed_since, digest_live
+from weightsync.vllm.worker.live_memory import LIVE_WRITERS, ModelFacts, serve_attach
 from weightsync.vllm.worker.plan_transform import PlanTransform
-from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError, refused
-from weightsync.vllm.worker.rank_segments import RankSegments
+from weightsync.vllm.worker.rank_job import NAMES, Background, RankJob, RefusedCallError, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from weightsync.vllm.shadow.shadow_transform import ShadowTransform
 
-    from weightsync.shm.staged_version import StagedVersion
-    from weightsync.vllm.apply.device_ops import DeviceOps
-    from weightsync.vllm.apply.transform import Prepared, VersionTransform
-    from weightsync.vllm.twin.twin_transform import TwinTransform
-    from weightsync.vllm.worker.live_memory import ModelFacts
-    from weightsync.vllm.worker.rank_job import Job
-
-__all__ = ["Rank"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LiveContent:
+    """What the live parameters were last proved to hold.
+
+    Attributes:
+        apply_id: By which it came; "": by none.
+        content_digest: Of what they held when that was last proved.
+        dirty: They may be half written.
+        digests: Of what another process has written, not yet compared with a version; else None.
+        known: Of a version that they are proved to hold, taken in that comparison; else None.
+        writes: Rises before and after every write, so that a comparison notices one.
+    """
+
+    apply_id: str = ""
+    content_digest: str = ""
+    dirty: bool = False
+    digests: LiveDigests | None = None
+    known: LiveDigests | None = None
+    writes: int = 0
+
+    @property
+    def proved(self) -> str:
+        """Content digest of what they hold whole; "" if unknown or half written."""
+        return "" if self.dirty else self.content_digest
+
+    def known_of(self, target: Prepared) -> LiveDigests | None:
+        """Return what was taken of a version, if that is what they are proved to hold."""
+        proved = self.known is not None and self.known.target.content_digest == self.proved
+        return self.known if proved and self.proved == target.content_digest else None
+
+    def unprove(self) -> None:
+        """Know nothing of what they hold, before somebody else writes them."""
+        self.begin("")
+        self.writes += 2
+
+    def begin(self, apply_id: str) -> None:
+        """Take them for half written, by an apply."""
+        self.apply_id, self.content_digest, self.dirty = apply_id, "", True
+        self.digests = self.known = None
+
+    def accept(self, name: str, digests: LiveDigests) -> None:
+        """Take what somebody else has written for whole, under a name in place of a digest."""
+        self.content_digest, self.dirty = name, False
+        self.digests, self.known = digests, None
+
+    def prove(self, apply_id: str, content_digest: str) -> None:
+        self.apply_id, self.content_digest = apply_id, content_digest
+        self.dirty, self.digests, self.known = False, None, None
 
 
 class Rank:
     """State of one worker process. Calls come from one thread; a job or two run beside them.
 
-    Args:
-        model: The rank's model.
-        device: Where its parameters are.
-        name: `dp/pp/tp`.
-        segment_socket: Where the server's segments are unless a call says otherwise.
-        ops: Prepares, writes and compares the parameters where they are.
-        ranks: Workers of the engine on this host.
-        make_twin: Makes what serves a model that no load plan serves; None: nothing does.
-        alone: Whether no other rank loads a tensor that this one does not.
+    `segment_socket` is where the server's segments are unless a call says otherwise. `make_shadow`
+    makes what serves a model that no load plan serves. `alone` says whether no other rank loads a
+    tensor that this one does not.
     """
 
     def __init__(
@@ -64,7 +100,7 @@ class Rank:
         segment_socket: str,
         ops: DeviceOps,
         ranks: int = 1,
-        make_twin: Callable[[], TwinTransform] | None = None,
+        make_shadow: Callable[[], ShadowTransform] | None = None,
         *,
         alone: bool = True,
     ) -> None:
@@ -81,15 +117,14 @@ class Rank:
         self._segments = RankSegments(views, ops.registrar, self._segments_in_use)
         plans = PlanCache(alone=alone)
         self._plan = PlanTransform(model, live, views, self._segments, ops, self._threads, plans)
-        self._make_twin = make_twin
-        self._twin: TwinTransform | None = None
+        self._make_shadow = make_shadow
+        self._shadow: ShadowTransform | None = None
         self._prepared: dict[str, Prepared] = {}
         self._live = LiveContent()
         self._background = Background(name, self._socket, ops.enter_background, self._drop)
         self._loads = Background(name, self._socket, yield_cores, lambda _: None)
 
     def hello(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Tell what this rank is and holds."""
         reason = why_not_plain(self._model)
         about = {"pid": os.getpid(), "device": str(self._device), "plain": reason is None}
         return {**about, "reason": str(reason or ""), **self.state(args)}
@@ -97,8 +132,8 @@ class Rank:
     def state(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell what the live parameters were last proved to hold; "" if unknown or half written.
 
-        With `settle`, which comes before sleep mode, whatever reads ahead or loads is ended and
-        counts as busy until it has, and a loader lets go of all that it has taken.
+        With `settle`, which comes before sleep mode, whatever reads ahead or loads is ended, and
+        busy until it has, and a loader lets go of all that it has taken.
         """
         failpoints.hit("worker.state")
         live = self._live
@@ -111,7 +146,7 @@ class Rank:
             "busy": self._settle() if args.get("settle") else self._background.busy,
             "segments": len(self._segments.mappings),
             "transform": self._transform.name,
-            **(self._twin.status() if self._twin else {}),
+            **(self._shadow.status() if self._shadow else {}),
             **self._ops.memory_stats(),
             **LIVE_WRITERS.state(),
         }
@@ -122,24 +157,20 @@ class Rank:
         load.cancelled.set()
         if load.running():
             return busy or load.apply_id
-        if self._twin is not None:
-            self._twin.unload()
+        if self._shadow is not None:
+            self._shadow.unload()
         return busy
 
     @property
     def _transform(self) -> VersionTransform:
-        return self._twin or self._plan
+        return self._shadow or self._plan
 
     def capture(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Make the load plan of a document's layout. The engine is paused meanwhile.
 
-        The reply's `ignored` are the names that this rank loads nothing from: what all ranks
-        ignore is told to each as `unloaded`, when it prepares a version of the layout. Where the
-        engine's own checkpoint has no plan, the reply tells that its versions must be loaded, and
-        why.
-
-        Raises:
-            PlanRefusedError: The model cannot take this layout.
+        The reply's `ignored` are the names that this rank loads nothing from: what all ranks ignore
+        is told to each as `unloaded`, when it prepares a version. Where the engine's own checkpoint
+        has no plan, the reply tells why its versions must be loaded.
         """
         failpoints.hit("worker.capture")
         socket = self._socket(args)
@@ -147,7 +178,7 @@ class Rank:
         try:
             return self._plan.capture(staged, socket)
         except PlanRefusedError as error:
-            if self._plan.proved or self._make_twin is None:
+            if self._plan.proved or self._make_shadow is None:
                 raise
             why = {"why": error.cause, "remedy": error.remedy}
             return {"transform": "twin", **why, **refused(error), "error": ""}
@@ -155,50 +186,41 @@ class Rank:
     def check(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell whether the model takes some tensors of a version, or with `whole` all of it.
 
-        The reply's `unplaced` are the names that this rank has no place for; another one may.
-        Names that the adopted checkpoint does not have are shown to the model's own loaders, which
-        takes as long as a capture: the server asks once for each.
-
-        Raises:
-            PlanRefusedError: The model cannot take these tensors.
-            RefusedCallError: Nothing is adopted yet.
+        The reply's `unplaced` have no place on this rank. Names that the adopted checkpoint does
+        not have are shown to the model's own loaders, which takes as long as a capture.
         """
         failpoints.hit("worker.check")
         # A part of a version, which nobody reads again.
         layout = read_document(self._socket(args), str(args["document"])).manifest.layout
         whole = bool(args.get("whole"))
-        return {"unplaced": (self._twin or self._plan).check(layout, whole=whole)}
+        return {"unplaced": (self._shadow or self._plan).check(layout, whole=whole)}
 
     def load(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start loading a version beside generation; the outcome comes on the status page.
 
-        From then on what this rank makes live was loaded so.
-
-        Raises:
-            PlanRefusedError: It cannot load.
-            RefusedCallError: Another load is at work, or the group's loaders were ended.
+        From then on what this rank makes live was loaded so. Raises RefusedCallError if another
+        load is at work, or the loaders were ended.
         """
         failpoints.hit("worker.load")
-        if self._twin is None:
-            if self._make_twin is None:
-                msg = "this rank has nothing that loads beside generation"
-                raise PlanRefusedError(msg)
+        if self._shadow is None:
+            if self._make_shadow is None:
+                raise PlanRefusedError("this rank has nothing that loads beside generation")
             # A plan that the start has not proved may have taken as much as the loader needs.
             self._ops.drop_staging()
-            self._twin = self._make_twin()
-        twin = self._twin
-        if not twin.is_of(args):
+            self._shadow = self._make_shadow()
+        shadow = self._shadow
+        if not shadow.is_of(args):
             # What the loaders before are at work on is waited for by nobody any more.
             self._loads.job.cancelled.set()
         try:
-            twin.begin(args)
+            shadow.begin(args)
         except LoaderError as error:
             raise RefusedCallError(str(error)) from error
 
-        def load(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
+        def load(job: RankJob, asked: Mapping[str, Any]) -> dict[str, Any]:
             path, document = self._socket(asked), str(asked["document"])
             staged = self._documents.read(path, document)
-            return twin.load(staged.manifest, path, document, job.cancelled.is_set, job.report)
+            return shadow.load(staged.manifest, path, document, job.cancelled.is_set, job.report)
 
         self._loads.start(args, load)
         return {}
@@ -220,8 +242,8 @@ class Rank:
     def commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Write a prepared version, then prove that the live parameters hold what was written.
 
-        Where they are proved to hold the version that its patch is based on, that is the patch; in
-        every other case all of it.
+        Where the version that its patch is based on is proved to be live, only the patch is
+        written.
         """
         apply_id = str(args["apply_id"])
         target = self._known(apply_id)
@@ -264,18 +286,17 @@ class Rank:
 
     @property
     def proved(self) -> str:
-        """Content digest of what the live parameters hold whole; "" if unknown or half written."""
         return self._live.proved
 
     def holds(self, apply_id: str) -> bool:
-        """Whether the live parameters are proved to hold that prepared version."""
         target = self._prepared.get(apply_id)
         return target is not None and target.content_digest == self.proved
 
     def verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start digesting the live parameters again; the outcome comes on the status page.
 
-        With `gives_way`, the next job ends it.
+        With `gives_way`, the next job ends it. With `quick`, the engine stands still, and digests
+        are enough that were taken when they were last compared, if there are any.
         """
         self._known(str(args["apply_id"]))
         self._background.start(args, self._verify)
@@ -284,7 +305,7 @@ class Rank:
     def attach(self, args: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
         """Start handing out where what is live lies; the outcome comes on the status page."""
 
-        def work(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
+        def work(job: RankJob, asked: Mapping[str, Any]) -> dict[str, Any]:
             about = self._name, facts
             return serve_attach(
                 asked, self._socket(asked), about, lambda: self._known(job.apply_id)
@@ -294,16 +315,15 @@ class Rank:
         return {}
 
     def unprove(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Take what is live for nothing proved: somebody else writes it from now on."""
         failpoints.hit("worker.unprove")
         self._end_staging()
         self._live.unprove()
         return self.state(args)
 
     def digest(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Digest what somebody else has written, and take it for whole under a name of its own.
+        """Digest what somebody else has written, and take it for whole under a given name.
 
-        The engine is paused meanwhile. With `parts`, the reply tells the digest of each.
+        The engine is paused meanwhile. With `parts`, the reply has the digest of each.
         """
         failpoints.hit("worker.digest")
         apply_id, begin = str(args["apply_id"]), time.perf_counter()
@@ -317,10 +337,9 @@ class Rank:
     def release(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Forget prepared versions that are not kept.
 
-        Segments stay mapped, because mapping them again is slow, unless `segments` is given: then
-        those that it does not name and that no kept version uses are unmapped, on a device after
-        the reply, beside a job not at all. Only what `mapped` does not tell has been unmapped, and
-        while it is `busy` a job may map more.
+        With `segments`, those that it does not name and that no kept version uses are unmapped, on
+        a device after the reply, beside a job not at all; mapping them again is slow. Only what
+        `mapped` does not tell has been unmapped, and while it is `busy` a job may map more.
         """
         failpoints.hit("worker.release")
         keep = set(map(str, args["keep"]))
@@ -330,15 +349,15 @@ class Rank:
         for apply_id in set(self._prepared) - keep:
             # A job that was cancelled takes back its own.
             self._prepared.pop(apply_id, None)
-        busy, mappings, twin = self._background.busy, self._segments.mappings, self._twin
+        busy, mappings, shadow = self._background.busy, self._segments.mappings, self._shadow
         if args.get("segments") is not None:
             existing = frozenset(map(str, args["segments"]))
             if not busy:
                 gone = (name for name in mappings.ids if document_of(name) not in existing)
                 self._segments.unmap(frozenset(gone))
-            if twin is not None:
-                twin.unmap(existing)
-        loaded = twin.mapped if twin is not None else frozenset()
+            if shadow is not None:
+                shadow.unmap(existing)
+        loaded = shadow.mapped if shadow is not None else frozenset()
         mapped = sorted(loaded.union(map(document_of, mappings.ids)))
         prepared = sorted(self._prepared)
         return {"prepared": prepared, "segments": len(mapped), "mapped": mapped, "busy": busy}
@@ -370,7 +389,7 @@ class Rank:
         kept = list(self._prepared.values())
         return {segment for target in kept for segment in target.segments}
 
-    def _prepare(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, job: RankJob, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.prepare")
         socket = self._socket(args)
         staged = self._documents.read(socket, str(args["document"]))
@@ -401,29 +420,49 @@ class Rank:
         about |= {"transform": self._transform.name}
         return {"phase": "ready", **about, **self._ops.memory_stats(), **report, **proved}
 
-    def _prefetch(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
+    def _prefetch(self, job: RankJob, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.ahead")
-        if self._twin is None:
+        if self._shadow is None:
             document = str(args["document"])
             self._plan.prefetch(job, self._socket(args), document, self._live.proved)
         return {"phase": "ready"}
 
     def _base(self, apply_id: str) -> Prepared | None:
-        """Return what a patch may be based on: what the live parameters are proved to hold."""
         base = self._prepared.get(apply_id)
         if base is None or base.content_digest != self._live.proved:
             return None
         return base
 
-    def _verify(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
-        del args
-        target, stop = self._known(job.apply_id), job.cancelled.is_set
-        wrong = changed_since(self._live.digests, self._ops, self._threads, stop)
+    def _verify(self, job: RankJob, args: dict[str, Any]) -> dict[str, Any]:
+        target, live = self._known(job.apply_id), self._live
         report = LIVE_WRITERS.state() | {"phase": "ready"}
+        writes = live.writes
+        quick = bool(args.get("quick"))
+        known = live.known_of(target) if quick else None
+        # While the engine stands still, a device need not leave room for what it computes.
+        stop = None if quick else job.cancelled.is_set
+        wrong = changed_since(known or live.digests, self._ops, self._threads, stop)
+        if not wrong and known is None:
+            before = None
+            if report["unguarded"] and isinstance(target, RankPrepared):
+                before = digest_live(target, self._ops, self._threads, stop)
+            report |= self._compare(target, job.cancelled.is_set)
+            if before is None or not report["proved"]:
+                return report
+            wrong = changed_since(before, self._ops, self._threads, stop)
+            known = before
+        self._check_unwritten(writes)
         if wrong:
-            self._live.unprove()
-            return report | {"proved": False, "mismatched": wrong[:NAMES]}
-        return report | self._compare(target, stop)
+            live.unprove()
+        else:
+            live.known = known
+        return report | {"proved": not wrong, "mismatched": wrong[:NAMES]}
+
+    def _check_unwritten(self, writes: int) -> None:
+        """Refuse a comparison beside which something was written here, since `writes`."""
+        if self._live.writes != writes or writes % 2:
+            msg = "the parameters were written while they were compared; compare again"
+            raise RefusedCallError(msg)
 
     def _compare(
         self, target: Prepared, stop: Callable[[], bool], *, claim: bool = True
@@ -431,10 +470,8 @@ class Rank:
         failpoints.hit("worker.verify")
         writes = self._live.writes
         wrong = self._transform.compare(target, stop)
+        self._check_unwritten(writes)
         live = self._live
-        if live.writes != writes or writes % 2:
-            msg = "the parameters were written while they were compared; compare again"
-            raise RefusedCallError(msg)
         if not wrong and claim:
             live.prove(target.apply_id, target.content_digest)
         elif wrong and live.content_digest == target.content_digest:
@@ -444,8 +481,7 @@ class Rank:
 
 def _check_content(staged: StagedVersion, expected: str) -> None:
     if expected and staged.manifest.content_digest != expected:
-        msg = (
+        raise RefusedCallError(
             f"content {staged.manifest.content_digest} is staged on this node, not {expected}; "
             "restart the weightsync-server of this node"
         )
-        raise RefusedCallError(msg)

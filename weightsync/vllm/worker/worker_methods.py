@@ -10,35 +10,31 @@ import contextlib
 import gc
 import logging
 import os
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from weightsync import failpoints
+from weightsync.vllm.apply.device_ops import DeviceOps
 from weightsync.vllm.apply.host_ops import HostOps
 from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.draft import draft_of
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.plan.model_parts import ModelWithDraft
-from weightsync.vllm.twin.twin_of_worker import twin_of
-from weightsync.vllm.worker.between_steps import switch
-from weightsync.vllm.worker.consensus import tensor_rank_group
+from weightsync.vllm.shadow.shadow_transform import shadow_of
+from weightsync.vllm.worker.between_steps import switch, tensor_rank_group
 from weightsync.vllm.worker.live_memory import facts_of
 from weightsync.vllm.worker.rank import Rank
 from weightsync.vllm.worker.rank_job import RefusedCallError, refused
-from weightsync.vllm.worker.update_receiver import update_receiver
 from weightsync.vllm.worker_protocol import METHODS, rank_name, rank_names
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from weightsync.vllm.apply.device_ops import DeviceOps
-
-__all__ = ["install"]
-
 logger = logging.getLogger(__name__)
+
+#: What a rank does of a call: takes vLLM's worker and the arguments, and returns the answer.
+WorkerMethod = Callable[[Any, "Mapping[str, Any]"], dict[str, Any]]
 
 _ATTRIBUTE = "_weightsync_rank"
 
@@ -52,10 +48,10 @@ def _rank_of(worker: Any) -> Rank:
         ranks = len(rank_names(worker.parallel_config))
         ops = _device_ops(worker, settings, ranks)
         room = _host_room(settings)
-        make_twin = partial(twin_of, worker, model, name, ops, ranks, room)
+        make_shadow = partial(shadow_of, worker, model, name, ops, ranks, room)
         alone = not _divides_tensors(worker.parallel_config)
         socket = settings.segment_socket
-        found = Rank(model, worker.device, name, socket, ops, ranks, make_twin, alone=alone)
+        found = Rank(model, worker.device, name, socket, ops, ranks, make_shadow, alone=alone)
         setattr(worker, _ATTRIBUTE, found)
         _spare_collector()
     assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
@@ -63,10 +59,9 @@ def _rank_of(worker: Any) -> Rank:
 
 
 def _spare_collector() -> None:
-    """Have the garbage collector leave alone what exists now: vLLM and the model stay.
+    """Have the garbage collector leave alone what exists now, as vLLM's engine core does.
 
-    Who reads a version of tens of thousands of tensors makes it look through all that there is,
-    0.2 to 0.5 s in which no thread of this process gets on. vLLM does the same in its engine core.
+    Else reading a version of tens of thousands of tensors stops all threads for 0.2 to 0.5 s.
     """
     gc.collect()
     gc.freeze()
@@ -113,13 +108,15 @@ def _stand(worker: Any) -> None:
         torch.cuda.synchronize(worker.device)
 
 
-def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def _call(word: str, worker: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    return _falsified(word, _answer(word, worker, args))
+
+
+def _answer(word: str, worker: Any, args: Mapping[str, Any]) -> dict[str, Any]:
     if word in ("switch", "check"):
         _stand(worker)
     if word == "switch":
         return switch(_rank_of(worker), args, tensor_rank_group())
-    if word == "update":
-        return update_receiver(worker).call(args)
     if word == "attach":
         return _rank_of(worker).attach(args, facts_of(worker))
     loads = word in ("capture", "check")
@@ -142,14 +139,14 @@ def _falsified(word: str, reply: dict[str, Any]) -> dict[str, Any]:
     return reply | {field: value or "falsified"}
 
 
-def _method(name: str, word: str) -> Callable[..., dict[str, Any]]:
+def _method(name: str, run: WorkerMethod) -> Callable[..., dict[str, Any]]:
     def method(self: Any, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
         # The name of the call goes back with the reply: vLLM pairs them by order only.
         call = (args or {}).get("call", "")
         reply: dict[str, Any] = {"ok": True, "rank": "", "call": call, "error": ""}
         try:
             reply["rank"] = rank_name(self.parallel_config, self.rank)
-            return _falsified(word, reply | _call(self, word, args or {}))
+            return reply | run(self, args or {})
         except PlanRefusedError as error:
             return reply | {"ok": False} | refused(error)
         except RefusedCallError as error:
@@ -159,12 +156,16 @@ def _method(name: str, word: str) -> Callable[..., dict[str, Any]]:
             return reply | {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
     method.__name__ = name
-    method.__doc__ = f"See Rank.{word}; never raises."
+    method.__doc__ = "Never raises."
     return method
 
 
-def install(worker_class: type) -> None:
-    """Put the worker methods on vLLM's worker base class. Repeating it is harmless."""
-    for name, word in METHODS.items():
+def register_methods(worker_class: type, methods: Mapping[str, WorkerMethod]) -> None:
+    """Put methods on vLLM's worker base class, which raise nothing there; once is enough."""
+    for name, run in methods.items():
         if not hasattr(worker_class, name):
-            setattr(worker_class, name, _method(name, word))
+            setattr(worker_class, name, _method(name, run))
+
+
+def install(worker_class: type) -> None:
+    register_methods(worker_class, {name: partial(_call, word) for name, word in METHODS.items()})

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import os
 import secrets
-from typing import TYPE_CHECKING, Any, Never, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Never, TypeVar
 
 import grpc
 
-from weightsync import __version__
+from weightsync import __version__, clock
 from weightsync.engine import (
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
@@ -20,23 +25,152 @@ from weightsync.engine import (
     PauseSpec,
     SwitchOrder,
     SwitchOutcome,
+    WaitingUpdate,
 )
-from weightsync.engine.open_apply import from_message, to_message
+from weightsync.engine.leases import OWNER_PID, from_message, owned_by, to_message
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import from_call
-from weightsync_server.engine.drivers.bridge_updates import BridgeUpdates
-from weightsync_server.engine.drivers.ownership import Ownership, understood
-from weightsync_server.engine.pause_options import duration
+from weightsync_server.engine.refusals import duration
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
-    from pathlib import Path
+#: How long an engine that has restarted is left to the server that had it before, seconds.
+_TURN_S = 5.0
 
-__all__ = ["BridgeEngine"]
+
+class Ownership:
+    """Owns an engine from `take` on, until `close`, or until the connection to it breaks.
+
+    A server that is refused the engine is told the owner's `run_dir`. `known` is whether the bridge
+    knows owners; a bridge of an older release obeys the server that said hello last.
+    """
+
+    def __init__(
+        self,
+        stub: Any,
+        server_id: str,
+        run_dir: Path | None,
+        refuse: Callable[[grpc.aio.AioRpcError], Never],
+    ) -> None:
+        self.known = False
+        self._stub = stub
+        folder = "" if run_dir is None else os.fsencode(run_dir.absolute()).decode(errors="replace")
+        self._owner = pb.Owner(server_id=server_id, pid=os.getpid(), run_dir=folder)
+        self._refuse = refuse
+        self._call: Any = None
+        #: Start of the engine that another server had, and until when that has the first turn.
+        self._others, self._turn_ends = "", 0.0
+
+    async def take(self, seconds: float) -> None:
+        """Return when this server owns the engine, or the bridge knows no owners.
+
+        ENGINE_OWNED: another server does. ENGINE_AWAY: nobody answers within `seconds`.
+        """
+        if self._call is not None and not self._call.done():
+            return
+        call = self._stub.Own(pb.OwnRequest(owner=self._owner))
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await call.read()
+        except grpc.aio.AioRpcError as error:
+            self.known = False
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                self._refuse(error)
+            return
+        except TimeoutError:
+            answer = grpc.aio.EOF
+        if answer is grpc.aio.EOF:
+            call.cancel()
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY, "vLLM does not answer who owns it; look at its log"
+            )
+        self._call, self.known = call, True
+
+    def check(self, owner: pb.Owner, engine_id: str) -> None:
+        """Refuse an engine that another server owns, or owned before the engine restarted.
+
+        An empty `owner` means that the engine has none; `engine_id` names this start of it.
+        ENGINE_AWAY: the other has the first turn.
+        """
+        if owner.server_id and owner.server_id != self._owner.server_id:
+            self._others, self._turn_ends = engine_id, math.inf
+            raise WeightSyncError(
+                Reason.ENGINE_OWNED, owned_by(owner), metadata={OWNER_PID: str(owner.pid)}
+            )
+        if not self._others or self._others == engine_id:
+            # It has died, or this server has the engine.
+            self._others = ""
+            return
+        now = clock.monotonic()
+        self._turn_ends = min(self._turn_ends, now + _TURN_S)
+        if now < self._turn_ends:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"the engine has restarted; for {_TURN_S:g} s it is left to the weightsync-server "
+                "that had it before",
+                retry_after_s=1.0,
+            )
+        self._others = ""
+
+    def close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+
+def understood(refusal: WeightSyncError) -> WeightSyncError:
+    """Return what the bridge has refused, as this release calls it.
+
+    Servers of older releases, which the bridge refuses too, know no ENGINE_OWNED.
+    """
+    if refusal.reason is Reason.ENGINE_REFUSED and OWNER_PID in refusal.metadata:
+        return WeightSyncError(Reason.ENGINE_OWNED, refusal.message, metadata=refusal.metadata)
+    return refusal
+
 
 _T = TypeVar("_T")
+
+#: Longest time in which the ranks send descriptors, and in which a trainer is answered, seconds.
+_OFFER_S, _END_S = 90.0, 5.0
+
+
+class BridgeUpdates:
+    def __init__(
+        self, stub: Any, server_id: str, refuse: Callable[[grpc.aio.AioRpcError], Never]
+    ) -> None:
+        self._stub = stub
+        self._id = server_id
+        self._refuse = refuse
+
+    async def watch(self) -> AsyncGenerator[WaitingUpdate, None]:
+        """Yield each update that waits; while nobody does this, the engine begins none."""
+        call = self._stub.WatchUpdates(pb.WatchUpdatesRequest(server_id=self._id))
+        try:
+            async for answer in call:
+                yield WaitingUpdate(answer.update_id, answer.backend, answer.label, answer.partial)
+        except grpc.aio.AioRpcError as error:
+            self._refuse(error)
+        finally:
+            call.cancel()
+
+    async def offer(self, update_id: str, segment_socket: str, offer_id: str) -> list[str]:
+        """Have an update's descriptors sent; the bridge looks for the socket beside its own."""
+        del segment_socket
+        request = pb.OfferUpdateRequest(update_id=update_id, offer_id=offer_id, server_id=self._id)
+        return list((await self._call(self._stub.OfferUpdate(request, timeout=_OFFER_S))).files)
+
+    async def end(self, update_id: str, version: int, error: str) -> None:
+        request = pb.EndUpdateRequest(
+            update_id=update_id, version=version, error=error, server_id=self._id
+        )
+        await self._call(self._stub.EndUpdate(request, timeout=_END_S))
+
+    async def _call(self, call: Awaitable[_T]) -> _T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            self._refuse(error)
+
 
 #: Answers that need no engine come within this time, seconds.
 _QUICK_S = 5.0
@@ -63,12 +197,9 @@ _ON_EXPIRY = {
 class BridgeEngine:
     """Client of the bridge; implements `weightsync.engine.Engine`.
 
-    Args:
-        address: `unix:PATH` of the bridge's socket.
-        run_dir: Of this server, for the sentences of others that want the engine; None: unknown.
-
-    Attributes:
-        updates: What vLLM receives over a transfer of its own.
+    `address` is `unix:PATH` of the bridge's socket. Other servers that want the engine name
+    `run_dir`, this server's, in their refusals. `updates` is what vLLM receives over a transfer of
+    its own.
     """
 
     def __init__(self, address: str, run_dir: Path | None = None) -> None:
@@ -93,9 +224,8 @@ class BridgeEngine:
     async def hello(self) -> EngineInfo:
         """Own the engine, compare protocol versions and tell what the engine is.
 
-        Raises:
-            WeightSyncError: ENGINE_OWNED: another server that lives has it. ENGINE_UNSUPPORTED:
-                they speak no common protocol; the engine is left to a server that can drive it.
+        ENGINE_OWNED: another server that lives has it. ENGINE_UNSUPPORTED: they speak no common
+        protocol; the engine is left to a server that can drive it.
         """
         await self._owned()
         try:
@@ -128,11 +258,7 @@ class BridgeEngine:
             raise self._left() from None
 
     async def _agree(self, protocol: int) -> pb.HelloResponse:
-        """Say hello in this protocol or, where the bridge does not speak it, in one before.
-
-        Raises:
-            WeightSyncError: ENGINE_UNSUPPORTED: the bridge speaks none of this release's.
-        """
+        """Say hello in this protocol or, where the bridge does not speak it, in one before."""
         request = pb.HelloRequest(protocol=protocol, server_version=__version__, server_id=self._id)
         try:
             answer = await self._call(self._stub.Hello(request, timeout=_QUICK_S))
@@ -150,7 +276,6 @@ class BridgeEngine:
         return answer
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
-        """Return when generation stands still; the pause ends by itself after `lease_s`."""
         request = pb.PauseRequest(
             mode=spec.mode,
             clear_cache=spec.clear_cache,
@@ -167,14 +292,12 @@ class BridgeEngine:
         return Lease(lease_id=answer.lease_id, mode=answer.mode)
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
-        """Prolong a lease to `lease_s` seconds from now."""
         request = pb.RenewLeaseRequest(
             lease_id=lease_id, lease=duration(lease_s), server_id=self._id
         )
         await self._call(self._stub.RenewLease(request, timeout=_QUICK_S))
 
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
-        """Start generation on a version that every rank holds."""
         request = pb.ResumeRequest(
             lease_id=lease_id,
             version=version,
@@ -184,7 +307,6 @@ class BridgeEngine:
         return (await self._call(self._stub.Resume(request, timeout=self._resume_s))).label_set
 
     async def switch(self, order: SwitchOrder) -> SwitchOutcome:
-        """Change the version between two steps."""
         request = pb.SwitchRequest(
             apply_id=order.apply_id,
             base_apply_id=order.base_id,
@@ -199,12 +321,10 @@ class BridgeEngine:
         return SwitchOutcome(replies, answer.serves, answer.label_set)
 
     async def fence(self, reason: str) -> None:
-        """Keep the engine paused and refuse requests until `resume`."""
         request = pb.FenceRequest(reason=reason, server_id=self._id)
         await self._call(self._stub.Fence(request, timeout=_QUICK_S))
 
     async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Run one of our worker methods on every rank; one reply per rank, in order."""
         request = pb.CallWorkersRequest(
             method=method, args_json=json.dumps(args).encode(), server_id=self._id
         )
@@ -212,10 +332,7 @@ class BridgeEngine:
         return [json.loads(reply) for reply in answer.replies_json]
 
     async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
-        """Send descriptors of the engine's checkpoint files over the segment socket.
-
-        The bridge looks for the segment socket beside its own: paths differ between containers.
-        """
+        """Have files sent; the bridge looks for the socket beside its own, as paths differ."""
         del segment_socket
         request = pb.OfferCheckpointRequest(offer_id=offer_id, server_id=self._id)
         return list((await self._call(self._stub.OfferCheckpoint(request, timeout=60))).files)
@@ -223,10 +340,9 @@ class BridgeEngine:
     async def health(self) -> EngineHealth:
         """Tell how the engine is.
 
-        Raises:
-            WeightSyncError: ENGINE_OWNED: another server that lives has it. ENGINE_AWAY: another
-                had it, and has left; say hello again; or that comes first. ENGINE_REFUSED: another
-                drives it now, and the plugin in vLLM is too old to tell whether that lives.
+        ENGINE_OWNED: another server that lives has it. ENGINE_AWAY: another had it, and has left;
+        say hello again; or that comes first. ENGINE_REFUSED: another drives it now, and the plugin
+        in vLLM is too old to tell whether that lives.
         """
         answer = await self._call(self._stub.Health(pb.HealthRequest(), timeout=_QUICK_S))
         self._ownership.check(answer.owner, answer.engine_id)
@@ -257,7 +373,6 @@ class BridgeEngine:
         )
 
     async def serve_for(self, seconds: float | None) -> None:
-        """Let the engine serve for so long; then, unless called again, it fences itself."""
         limit = duration(seconds) if seconds is not None else None
         request = pb.HealthRequest(serve_for=limit, server_id=self._id)
         await self._call(self._stub.Health(request, timeout=_QUICK_S))

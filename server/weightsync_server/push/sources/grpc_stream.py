@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.push.box_upload import BoxUpload, BoxWindow, window
 from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.messages import ChunkView
 from weightsync_server.push.resume import resume
 from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import check_size, refused
-from weightsync_server.push.writers import check_writer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from weightsync.shm.segments import Segment
     from weightsync_server.push.messages import Message
     from weightsync_server.push.parts import Push, Pushes
-    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.push.shard_part import ShardPart
 
-__all__ = ["UploadStream"]
 
 Data = bytes | memoryview
 
@@ -36,10 +32,7 @@ _RETRY_AFTER_S = 1.0
 class UploadStream:
     """Serves one stream. It takes a message at a time, so gRPC's flow control bounds its memory.
 
-    Args:
-        pushes: Where pushes are begun and found.
-        requests: The messages.
-        deadline_s: Seconds left to the call, if it has a deadline.
+    `deadline_s` is the time left to the call, or None; `who` is the caller.
     """
 
     def __init__(
@@ -47,10 +40,12 @@ class UploadStream:
         pushes: Pushes,
         requests: AsyncIterator[Message],
         deadline_s: float | None,
+        who: str = "",
     ) -> None:
         self._pushes = pushes
         self._next = requests.__aiter__().__anext__
         self._deadline_s = deadline_s
+        self._who = who
         self._push: Push | None = None
         self._writer = 0
         self._received = 0
@@ -60,7 +55,6 @@ class UploadStream:
         self._watch: asyncio.TimerHandle | None = None
 
     async def run(self) -> pb.PushWeightsResponse:
-        """Return when the stream ended or its commit is done."""
         try:
             async with asyncio.timeout(None) as guard:
                 self._watch_over(guard, -1, 0)
@@ -98,16 +92,15 @@ class UploadStream:
             raise refused("the first message of a stream must be begin or join")
         check_size(message, self._pushes.limits)
         if message.HasField("begin"):
-            push = await self._pushes.open(message.begin, self._deadline_s)
+            push = await self._pushes.open(message.begin, self._deadline_s, self._who)
             self._writer = message.begin.writer
         elif message.HasField("join"):
             push = self._pushes.find(message.join.push_id)
             self._writer = message.join.writer
             if push.state.committed is None:
-                check_writer(push.state.writers, self._writer)
-                if push.state.writers is not None:
-                    # After a restart of the server it goes on without another begin.
-                    push.state.writers.come(self._writer)
+                push.state.writers.check(self._writer)
+                # After a restart of the server it goes on without another begin.
+                push.state.writers.come(self._writer)
                 await resume(push, self._deadline_s)
         else:
             raise refused("the first message of a stream must be begin or join")
@@ -150,83 +143,53 @@ class UploadStream:
                 continue
             if chunk.shard != shard:
                 shard = -1
-                upload, view, size = await self._switch(push, chunk.shard)
+                part, segment = await self._claim(push, chunk.shard)
+                view, size = part.window(segment.view), part.size
                 shard = chunk.shard
             begin = chunk.offset
             data = chunk.data
             end = begin + len(data)
-            if begin != upload.received or end > size or len(data) > most or state.error:
-                data = self._irregular(push, upload, size, begin, data)
-                begin, end = upload.received, upload.received + len(data)
+            if begin != part.received or end > size or len(data) > most or state.error:
+                data = self._irregular(push, part, begin, data)
+                begin, end = part.received, part.received + len(data)
             view[begin:end] = data
-            upload.received_to(end)
+            part.received_to(end)
             self._received += end - begin
             failpoints.hit("receive.chunk")
-            if end >= upload.watermark:
-                await self._advance(push, upload)
+            if end >= part.watermark:
+                await push.pipeline.advance(part)
                 self._count()
                 if end == size:
                     shard = -1
 
-    async def _advance(self, push: Push, upload: ShardState | BoxUpload) -> None:
-        if isinstance(upload, BoxUpload):
-            push.pipeline.advance_boxes(push.state.shards[upload.shard])
-        elif upload.segment is not None:
-            await push.pipeline.advance(upload, upload.segment)
-
-    async def _switch(
-        self, push: Push, shard: int
-    ) -> tuple[ShardState | BoxUpload, memoryview | BoxWindow, int]:
-        """Return what the bytes of a shard belong to, where they go, and how many there are."""
-        if push.state.writers is None:
-            upload, segment = await self._claim(push, shard)
-            return upload, segment.view, upload.entry.size
-        boxes, segment = await self._claim_boxes(push, shard)
-        return boxes, window(segment.view, boxes), boxes.size
-
-    async def _claim_boxes(self, push: Push, shard: int) -> tuple[BoxUpload, Segment]:
-        """Return what a writer brings of a shard, and the memory that its bytes go to."""
+    async def _claim(self, push: Push, shard: int) -> tuple[ShardPart, Segment]:
         check_open(push.state)
-        whole, boxes = push.boxes.find(shard, self._writer)
-        boxes.own(self)
+        part = push.slices.find(shard, self._writer, f"bytes of shard {shard}")
+        part.own(self)
         push.pipeline.begin_receive()
-        segment = await push.pipeline.ready(whole)
-        return boxes, boxes.patch.segment if boxes.patch is not None else segment
+        segment = await push.pipeline.ready(part.shard)
+        return part, part.patch.segment if part.patch is not None else segment
 
-    async def _claim(self, push: Push, shard: int) -> tuple[ShardState, Segment]:
-        check_open(push.state)
-        upload = push.state.shards.get(shard)
-        if upload is None or upload.tensors is None:
-            raise refused(
-                f"bytes of shard {shard} before the last part of its layout; send it first"
-            )
-        if not upload.complete:
-            upload.own(self)
-        push.pipeline.begin_receive()
-        return upload, await push.pipeline.ready(upload)
-
-    def _irregular(
-        self, push: Push, upload: ShardState | BoxUpload, size: int, begin: int, data: Data
-    ) -> Data:
+    def _irregular(self, push: Push, part: ShardPart, begin: int, data: Data) -> Data:
         """Return the new bytes of a chunk that does not simply go on."""
         check_open(push.state)
         if len(data) > self._pushes.limits.max_chunk_bytes:
             raise refused(
                 f"a chunk of {len(data)} bytes; send at most {self._pushes.limits.max_chunk_bytes}"
             )
-        shard = upload.shard if isinstance(upload, BoxUpload) else upload.index
-        if begin > upload.received:
+        shard = part.shard.index
+        if begin > part.received:
             raise WeightSyncError(
                 Reason.OFFSET_MISMATCH,
-                f"a chunk of shard {shard} at byte {begin}, but {upload.received} bytes are "
+                f"a chunk of shard {shard} at byte {begin}, but {part.received} bytes are "
                 "here; send on from there",
-                metadata={"shard": str(shard), "received_bytes": str(upload.received)},
+                metadata={"shard": str(shard), "received_bytes": str(part.received)},
             )
-        if begin + len(data) > size:
+        if begin + len(data) > part.size:
             raise refused(
-                f"bytes up to {begin + len(data)} of shard {shard}, whose layout tells {size}"
+                f"bytes up to {begin + len(data)} of shard {shard}, whose layout tells {part.size}"
             )
-        return data[upload.received - begin :]
+        return data[part.received - begin :]
 
     async def _other(self, push: Push, message: pb.PushWeightsRequest) -> None:
         check_open(push.state)
@@ -235,18 +198,11 @@ class UploadStream:
             await failpoints.reach("receive.layout")
             await push.layout.add(message.layout, self, self._writer)
         elif message.HasField("boxes"):
-            await push.boxes.add(message.boxes, self._writer, self)
-        elif message.HasField("digests") and push.state.writers is not None:
-            whole, boxes = push.boxes.find(message.digests.shard, self._writer)
-            boxes.give(message.digests.first, message.digests.digests)
-            push.pipeline.advance_boxes(whole)
+            await push.slices.add(message.boxes, self._writer, self)
         elif message.HasField("digests"):
-            upload = push.state.shards.get(message.digests.shard)
-            if upload is None or upload.tensors is None:
-                raise refused(
-                    "digests of a shard before the last part of its layout; send it first"
-                )
-            upload.give(message.digests.first, message.digests.digests)
+            given = message.digests
+            part = push.slices.find(given.shard, self._writer, "digests of a shard")
+            push.pipeline.take_digests(part, given.first, given.digests)
         elif message.HasField("heartbeat"):
             # That it came is all there is to it.
             return
@@ -301,4 +257,4 @@ class UploadStream:
         if self._push is not None and self._push.state.committed is None:
             self._push.lifecycle.leave(self)
         if self._push is not None:
-            self._push.boxes.forget(self)
+            self._push.slices.forget(self)

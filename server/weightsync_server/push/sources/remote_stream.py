@@ -1,33 +1,28 @@
 """A PushWeights stream whose bytes another process writes into the segments.
 
-An ingest process has the stream and asks for each shard; here everything is decided and known. What
-it may write ends where it says so, or where the kernel says that it is gone: before that, nothing
-of the memory that it was given is used for anything else.
+An ingest process has the stream and asks for each shard; here everything is decided. Memory that it
+was given is used for nothing else until it says that it has ended, or the kernel that it is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.tensor_slices import SliceSpan
+from weightsync.shm.segments import Segment
 from weightsync_server.ops.tasks import to_end
 from weightsync_server.push.sources.grpc_stream import UploadStream
 from weightsync_server.push.state import check_open
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from weightsync.model.box_spans import BoxSpan
-    from weightsync.shm.segments import Segment
-    from weightsync_server.push.box_upload import BoxUpload
     from weightsync_server.push.messages import Message
     from weightsync_server.push.parts import Pushes
-    from weightsync_server.push.shard_state import ShardState
-
-__all__ = ["Claim", "DistantStream", "Grant", "RemoteStream", "Written"]
+    from weightsync_server.push.shard_part import ShardPart
 
 
 class Claim(NamedTuple):
@@ -37,15 +32,11 @@ class Claim(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """They may, from `received` to `size` and in order.
+    """Permission to write a shard's bytes in order, from offset `received` to `size`.
 
-    Attributes:
-        segment: The memory.
-        received: Offset of the first byte that is not here.
-        size: Of the shard, or of what one of several writers sends of it.
-        mark: Number of received bytes at which to wait until it is told to go on.
-        most: Bytes of the largest chunk.
-        spans: Where the bytes go, one after the other; none: to their offsets.
+    `size` is that of the shard or of what one of several writers sends of it. At `mark` received
+    bytes the ingest process waits until it may go on; a chunk has at most `most` bytes. The bytes
+    go to `spans`, one after the other, or to their own offsets without any.
     """
 
     segment: Segment
@@ -53,7 +44,7 @@ class Grant(NamedTuple):
     size: int
     mark: int
     most: int
-    spans: Sequence[BoxSpan] = ()
+    spans: Sequence[SliceSpan] = ()
 
 
 class Written(NamedTuple):
@@ -64,17 +55,7 @@ class Written(NamedTuple):
     due: bool
 
 
-class _Granted(NamedTuple):
-    """What an ingest process may write now, and how many bytes there are of it."""
-
-    shard: int
-    upload: ShardState | BoxUpload
-    size: int
-
-
 class RemoteStream(ABC):
-    """The ingest process at the other end of a stream."""
-
     @abstractmethod
     def __aiter__(self) -> AsyncIterator[Message | Claim | Written]:
         """Yield what comes, in order; what is no plain chunk comes whole."""
@@ -93,19 +74,14 @@ class RemoteStream(ABC):
 
 
 class DistantStream(UploadStream):
-    """Serves one stream of an ingest process.
-
-    Args:
-        pushes: Where pushes are begun and found.
-        distant: The ingest process.
-        deadline_s: Seconds left to the call, if it has a deadline.
-    """
-
-    def __init__(self, pushes: Pushes, distant: RemoteStream, deadline_s: float | None) -> None:
+    def __init__(
+        self, pushes: Pushes, distant: RemoteStream, deadline_s: float | None, who: str = ""
+    ) -> None:
         # What is no message goes no further than _receive.
-        super().__init__(pushes, cast("AsyncIterator[Message]", aiter(distant)), deadline_s)
+        super().__init__(pushes, cast("AsyncIterator[Message]", aiter(distant)), deadline_s, who)
         self._distant = distant
-        self._granted: _Granted | None = None
+        #: What the ingest process may write now.
+        self._granted: ShardPart | None = None
 
     async def _receive(self) -> Message | None:
         while True:
@@ -119,40 +95,32 @@ class DistantStream(UploadStream):
 
     async def _grant(self, shard: int) -> None:
         push = self._opened()
-        upload: ShardState | BoxUpload
-        spans: Sequence[BoxSpan] = ()
-        if push.state.writers is None:
-            upload, segment = await self._claim(push, shard)
-            size = upload.entry.size
-        else:
-            upload, segment = await self._claim_boxes(push, shard)
-            size, spans = upload.size, () if upload.sends_changes else upload.spans
+        part, segment = await self._claim(push, shard)
         await failpoints.reach("ingest.claim")
         check_open(push.state)
         # From here on the push is not taken apart before this process has let go.
         push.lifecycle.writers.add(self._distant)
-        self._granted = _Granted(shard, upload, size)
+        self._granted = part
         most = self._pushes.limits.max_chunk_bytes
-        facts = segment, upload.received, size, upload.watermark, most, spans
+        facts = segment, part.received, part.size, part.watermark, most, part.targets
         self._distant.grant(Grant(*facts))
 
     async def _wrote(self, wrote: Written) -> None:
         push = self._opened()
         check_open(push.state)
-        granted = self._granted
-        if granted is None or granted.shard != wrote.shard:
+        part = self._granted
+        if part is None or part.shard.index != wrote.shard:
             raise _nonsense(wrote)
-        upload = granted.upload
         # What is complete is proved, or committed: nobody writes there any more.
-        if upload.complete or not upload.received <= wrote.end <= granted.size:
+        if part.complete or not part.received <= wrote.end <= part.size:
             raise _nonsense(wrote)
         failpoints.hit("ingest.wrote")
-        self._received += wrote.end - upload.received
-        upload.received_to(wrote.end)
+        self._received += wrote.end - part.received
+        part.received_to(wrote.end)
         if wrote.due:
-            await self._advance(push, upload)
+            await push.pipeline.advance(part)
             self._count()
-            self._distant.go_on(upload.watermark)
+            self._distant.go_on(part.watermark)
 
     async def _let_go(self) -> None:
         try:

@@ -5,28 +5,35 @@
     <root>/<model>/v<version>/<shard>.safetensors, manifest.json, commit.json
 
 Shards are byte for byte what was pushed, in full or as a delta. A version exists if and only if its
-commit record does, which tells what else must be there (see `version_files`).
-What lies there of a push that is still open tells `open_pushes`.
+commit record does, which tells what else must be there (see `version_files`). What lies there of a
+push that is still open tells `open_pushes`.
+
+For a reader, what is gone when its turn comes is passed over, and so is a record that cannot be
+read: the owner tells of damage. A record shows as soon as it has its name, which a crash of the
+owner may still take back; so its directory is flushed here before it is believed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import re
 import shutil
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Manifest
 from weightsync_server.ops import durable_files
 from weightsync_server.ops.os_errors import read_fault, write_fault
 from weightsync_server.ops.tasks import in_thread
-from weightsync_server.store.documents import read_document, write_document
-from weightsync_server.store.local.committed_versions import FolderReader
 from weightsync_server.store.local.open_pushes import (
     RECORD,
     forget_push,
@@ -34,7 +41,7 @@ from weightsync_server.store.local.open_pushes import (
     open_pushes,
     read_push,
 )
-from weightsync_server.store.local.recovery import recover
+from weightsync_server.store.local.recovery import MARKER, recover
 from weightsync_server.store.local.version_files import (
     COMMIT,
     DELTA,
@@ -49,18 +56,53 @@ from weightsync_server.store.local.version_files import (
     write_manifests,
 )
 from weightsync_server.store.protocol import check_epoch, check_model, check_version
-from weightsync_server.store.store_records import CommitRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from weightsync.model.manifest import Manifest
-    from weightsync_server.store.store_records import OpenPush, PushRecord
-
-__all__ = ["LocalStore"]
+from weightsync_server.store.store_records import (
+    CommitRecord,
+    OpenPush,
+    PushRecord,
+    read_document,
+    write_document,
+)
 
 logger = logging.getLogger(__name__)
+
+
+_VERSION = re.compile(r"v([1-9][0-9]{0,15})")
+#: What a file system says that has nothing to flush in a directory: its server does it in time.
+_NOTHING_TO_FLUSH = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EROFS})
+
+
+def _flush(directory: Path) -> None:
+    try:
+        durable_files.flush_directory(directory)
+    except OSError as error:
+        if error.errno not in _NOTHING_TO_FLUSH:
+            raise
+
+
+def _record(directory: Path) -> CommitRecord | None:
+    try:
+        record = CommitRecord.from_json(read_document(directory / COMMIT)["record"])
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is passed over: its commit record is damaged (%s)", directory, error)
+        return None
+    same = (record.model, f"v{record.version}") == (directory.parent.name, directory.name)
+    return record if same else None
+
+
+def _directories(root: Path, model: str) -> Iterator[Path]:
+    if not (root / MARKER).exists():
+        raise WeightSyncError(
+            Reason.FAULT,
+            f"{root} is no store of versions; name the store of the server that takes the pushes, "
+            "as this host mounts it",
+        )
+    try:
+        entries = sorted((root / model).iterdir())
+    except FileNotFoundError:
+        return
+    yield from (entry for entry in entries if _VERSION.fullmatch(entry.name))
+
 
 _EPOCH = "epoch.json"
 _MARKS = "marks.json"
@@ -70,11 +112,7 @@ _T = TypeVar("_T")
 class LocalStore:
     """Keeps versions in a directory of the local host, or one that several hosts mount.
 
-    Blocking calls run in threads. A cancelled call ends first, then raises.
-
-    Args:
-        root: The directory; `open` makes it.
-        server: Identity of the server: another one's open pushes are left alone.
+    A cancelled call ends first, then raises. Open pushes of other servers are left alone.
     """
 
     durable = True
@@ -85,11 +123,11 @@ class LocalStore:
         self._server = server
         self.url = self._root.as_uri()
         self.lost: list[str] = []
-        self._reader = FolderReader(self._root)
+        #: What was read of each record that was there at the last look, by several threads.
+        self._known: dict[str, CommitRecord | None] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def open(self) -> list[CommitRecord]:
-        """Recover, and return the committed versions by model and version."""
         try:
             records, self.lost = await in_thread(recover, self._root, self._server)
         except OSError as error:
@@ -97,12 +135,10 @@ class LocalStore:
         return records
 
     def free_bytes(self) -> int:
-        """Return what the disk has free for this user; blocks."""
         status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize
 
     def shard_path(self, model: str, version: int, shard: int, *, delta: bool = False) -> str:
-        """Return the path to persist a shard to and load it from."""
         return str(self._directory(model, version) / shard_name(shard, delta=delta))
 
     def pieces(self, model: str, version: int, shard: int, *, delta: bool = False) -> None:
@@ -111,22 +147,20 @@ class LocalStore:
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
     ) -> None:
-        """Make a version exist, its shards having been persisted; when it raises, it does not.
+        """See `Store.commit`; no local file system can avoid one more case.
 
-        One exception that no local file system can avoid: where flushing the directory and then
-        removing the record both fail, the version may be there after a crash, whole.
+        If flushing the directory and removing the record both fail, a crash may leave the version,
+        whole.
         """
         what = f"committing version {record.version} of {record.model}"
         await self._change(record.model, what, self._commit, record, manifest, delta)
 
     async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
-        """Keep a delta in full from now on, its whole shards having been persisted."""
         directory = self._directory(record.model, record.version)
         what = f"folding version {record.version} of {record.model}"
         await self._change(record.model, what, _fold, directory, record, manifest)
 
     async def discard(self, model: str, version: int) -> None:
-        """Remove what a failed push left; what is committed or another server's stays untouched."""
         directory = self._directory(model, version)
         what = f"discarding version {version} of {model}"
         await self._change(model, what, _discard, directory, self._server)
@@ -136,7 +170,6 @@ class LocalStore:
         return await self._manifest(model, version, MANIFEST)
 
     async def delta(self, model: str, version: int) -> Manifest:
-        """Return the manifest of the delta shards of a version that is kept as a delta."""
         return await self._manifest(model, version, DELTA)
 
     async def _manifest(self, model: str, version: int, name: str) -> Manifest:
@@ -153,12 +186,10 @@ class LocalStore:
             raise _damaged(what, error) from error
 
     async def tidy(self, model: str, version: int) -> None:
-        """Remove whole shards that were persisted for a fold which is not to be."""
         directory = self._directory(model, version)
         await self._change(model, f"tidying version {version} of {model}", _tidy, directory)
 
     async def delete(self, model: str, version: int) -> None:
-        """Remove a version, its commit record first. An unknown one is fine."""
         directory = self._directory(model, version)
         await self._change(model, f"deleting version {version} of {model}", _delete, directory)
 
@@ -168,12 +199,11 @@ class LocalStore:
         return []
 
     async def committed(self, model: str) -> list[CommitRecord]:
-        """Return the versions that exist now, by number; the folder need not be opened for that."""
-        return await self._read(model, "versions", self._reader.versions, model)
+        return await self._read(model, "versions", self._versions, model)
 
     async def stamps(self, model: str) -> frozenset[str]:
-        """Return what changes with the versions that exist, for little."""
-        return await self._read(model, "versions", self._reader.stamps, model)
+        """Return names that change whenever a version comes, goes or is kept in another form."""
+        return await self._read(model, "versions", self._stamps, model)
 
     async def collects(self, model: str) -> bool:
         """Return True: a folder does not know who has an epoch."""
@@ -181,32 +211,26 @@ class LocalStore:
         return True
 
     async def read_epoch(self, model: str) -> int:
-        """Return the newest epoch written; 0 before the first."""
         return await self._read(model, "the epoch", self._epoch, model)
 
     async def write_epoch(self, model: str, epoch: int) -> None:
-        """Record an epoch: when this returns, older writers can no longer commit."""
         await self._change(model, f"recording an epoch of {model}", self._write_epoch, model, epoch)
 
     async def read_marks(self, model: str) -> dict[str, Any]:
-        """Return what `write_marks` wrote last; empty before the first."""
         return await self._read(model, "the marks", _read_or, self._model(model) / _MARKS, {})
 
     async def write_marks(self, model: str, marks: Mapping[str, Any]) -> None:
-        """Replace the marks, all or nothing."""
         path = self._model(model) / _MARKS
         what = f"recording marks of {model}"
         await self._change(model, what, _write_marks, path, dict(marks))
 
     async def record_push(self, record: PushRecord) -> None:
-        """Write down that a push is open, until its version is committed or discarded."""
         directory = self._directory(record.model, record.version)
         what = f"recording a push of version {record.version}"
         ours = replace(record, server=self._server)
         await self._change(record.model, what, _record_push, directory, ours)
 
     async def open_pushes(self, model: str) -> list[OpenPush]:
-        """Return the pushes of this server that were open when it last used the store."""
         args = self._model(model), COMMIT, self._server
         return await self._read(model, "open pushes", open_pushes, *args)
 
@@ -232,6 +256,36 @@ class LocalStore:
             raise read_fault(error, f"reading {what} of {model}") from error
         except ValueError as error:
             raise _damaged(f"reading {what} of {model}", error) from error
+
+    def _stamps(self, model: str) -> frozenset[str]:
+        return frozenset(stamp for stamp, _ in self._stamped(model))
+
+    def _versions(self, model: str) -> list[CommitRecord]:
+        """Return the committed versions of a model, by number; all of them survive a crash."""
+        known: dict[str, CommitRecord | None] = {}
+        for stamp, directory in self._stamped(model):
+            if stamp in self._known:
+                known[stamp] = self._known[stamp]
+                continue
+            try:
+                record = _record(directory)
+                # Afterwards: then what was read is what lasts.
+                _flush(directory)
+            except FileNotFoundError:
+                continue
+            known[stamp] = record
+        self._known = known
+        found = (record for record in known.values() if record is not None)
+        return sorted(found, key=lambda record: record.version)
+
+    def _stamped(self, model: str) -> Iterator[tuple[str, Path]]:
+        for directory in _directories(self._root, model):
+            try:
+                status = (directory / COMMIT).stat()
+            except FileNotFoundError:
+                continue
+            # Each write of a record makes a new file.
+            yield f"{model}/{directory.name}-{status.st_ino}-{status.st_mtime_ns}", directory
 
     def _epoch(self, model: str) -> int:
         epoch = _read_or(self._model(model) / _EPOCH, {"epoch": 0}).get("epoch")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from weightsync import failpoints
 from weightsync.errors import WeightSyncError
@@ -18,13 +18,12 @@ from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_shard, parse_header
 from weightsync_server.ops import durable_files
 from weightsync_server.store import checkpoint_index
-from weightsync_server.store.documents import read_document
-from weightsync_server.store.store_records import OpenPush, PushRecord, ShardCheckpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["RECORD", "forget_push", "is_foreign", "is_partial", "open_pushes", "read_push"]
+from weightsync_server.store.store_records import (
+    OpenPush,
+    PushRecord,
+    ShardCheckpoint,
+    read_document,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +33,10 @@ _SHARD = re.compile(r"(delta-)?(0|[1-9][0-9]{0,5})\.safetensors")
 
 
 def is_partial(path: Path) -> bool:
-    """Tell whether a file belongs to a push and not to its version."""
     return path.name == RECORD or path.name.endswith(checkpoint_index.SUFFIX)
 
 
 def read_push(directory: Path) -> PushRecord | None:
-    """Return the record of the push whose version lies in `directory`, or None."""
     try:
         record = PushRecord.from_json(read_document(directory / RECORD))
     except FileNotFoundError:
@@ -52,15 +49,11 @@ def read_push(directory: Path) -> PushRecord | None:
 
 
 def is_foreign(record: PushRecord | None, server: str) -> bool:
-    """Tell whether a push is that of another server than the one with this identity."""
     return record is not None and record.server not in ("", server)
 
 
 def forget_push(directory: Path) -> None:
-    """Remove what only the push of a committed version needed.
-
-    What cannot be removed is at the next start; the version is committed in any case.
-    """
+    """Remove what only the push of a committed version needed, or leave it to the next start."""
     with contextlib.suppress(OSError):
         failpoints.hit("store.recorded")
         for path in directory.iterdir():
@@ -69,12 +62,9 @@ def forget_push(directory: Path) -> None:
 
 
 def open_pushes(model: Path, commit: str, server: str) -> list[OpenPush]:
-    """Return every push of a server in a model's directory that was neither committed nor dropped.
+    """Return every push of a server in a model's directory, neither committed nor dropped.
 
-    Args:
-        model: The directory.
-        commit: Name of commit records.
-        server: Identity of the server.
+    `commit` is the name of commit records.
     """
     if not model.is_dir():
         return []

@@ -6,23 +6,23 @@ import logging
 import re
 import secrets
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from weightsync import clock, failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import MAX_VERSION
 from weightsync_server.ops import durable_files
-from weightsync_server.store.based_versions import based
-from weightsync_server.store.documents import TEMPORARY, read_document, write_document
 from weightsync_server.store.local.open_pushes import is_foreign, read_push
 from weightsync_server.store.local.version_files import COMMIT, lengths, remove_unnamed
 from weightsync_server.store.protocol import MODEL_NAME
-from weightsync_server.store.store_records import CommitRecord
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["MARKER", "recover"]
+from weightsync_server.store.store_records import (
+    TEMPORARY,
+    CommitRecord,
+    based,
+    read_document,
+    write_document,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +37,11 @@ _VERSION = re.compile(r"v([1-9][0-9]{0,15})")
 
 
 def recover(root: Path, server: str = "") -> tuple[list[CommitRecord], list[str]]:
-    """Make or check the store at `root`; leftovers are removed.
+    """Make or check the store at `root`, remove leftovers, and return its whole versions.
 
-    Args:
-        root: The directory.
-        server: Identity of the server. Another one's open pushes stay while they are touched.
-
-    Returns:
-        Its whole versions, and a sentence for each that has a record and is not whole.
-
-    Raises:
-        OSError: The directory cannot be used. Nothing is put aside for that: it may pass.
-        WeightSyncError: REQUEST_INVALID when it is not a store of ours and not empty.
+    With them comes a sentence for each that has a record and is not whole. The open pushes of any
+    server but `server` stay while they are touched. An OSError puts nothing aside: it may pass.
+    REQUEST_INVALID: `root` is neither a store of ours nor empty.
     """
     _claim(root)
     records: list[CommitRecord] = []
@@ -70,7 +63,7 @@ def recover(root: Path, server: str = "") -> tuple[list[CommitRecord], list[str]
 
 
 def _based(model: Path, records: list[CommitRecord], lost: list[str]) -> list[CommitRecord]:
-    """Return the versions that can be read; a delta without its base is put aside."""
+    """Return the versions that can be read; put aside a delta without its base."""
     good, others = based(records)
     for record in others:
         why = f"its base, version {record.base_version}, is not there or another one"
@@ -143,7 +136,6 @@ def _recover_version(directory: Path, server: str) -> list[CommitRecord]:
 
 
 def _untouched_s(directory: Path) -> float:
-    """Return how long ago anything of a push was written, in seconds."""
     return clock.wall() - max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
 
 

@@ -1,15 +1,17 @@
 """The files of a version: their names, and the record that tells which must be there.
 
-A version is kept in full (`<shard>.safetensors`) or as the change of another one
-(`delta-<shard>.safetensors`, `delta.json`). Its record names the files of one form only; what lies
-there of the other is a leftover of a fold that a crash has cut.
+The record names the files of one form: in full (`<shard>.safetensors`) or as a change
+(`delta-<shard>.safetensors`, `delta.json`). Files of the other form are left over from a fold that
+a crash interrupted.
 """
 
 from __future__ import annotations
 
 import re
 import stat
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -17,27 +19,8 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Manifest
 from weightsync_server.ops import durable_files
-from weightsync_server.store.documents import TEMPORARY, read_document, replace
 from weightsync_server.store.local.open_pushes import is_partial
-from weightsync_server.store.store_records import CommitRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-__all__ = [
-    "COMMIT",
-    "DELTA",
-    "MANIFEST",
-    "check_files",
-    "commit_document",
-    "lengths",
-    "read_manifest",
-    "remove_unnamed",
-    "shard_name",
-    "shard_names",
-    "write_manifests",
-]
+from weightsync_server.store.store_records import TEMPORARY, CommitRecord, read_document, replace
 
 COMMIT = "commit.json"
 MANIFEST = "manifest.json"
@@ -48,18 +31,12 @@ _OURS = re.compile(rf"(delta-)?[0-9]+\.safetensors|delta\.json|.*{re.escape(TEMP
 
 
 def shard_name(shard: int, *, delta: bool = False) -> str:
-    """Return the file name of a shard.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID for a negative index.
-    """
     if type(shard) is not int or shard < 0:
         raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is no index")
     return f"{'delta-' if delta else ''}{shard}.safetensors"
 
 
 def shard_names(manifest: Manifest, *, delta: bool = False) -> dict[str, int]:
-    """Return the files of all shards and their lengths in bytes."""
     entries = enumerate(manifest.layout.shards)
     return {shard_name(index, delta=delta): entry.size for index, entry in entries}
 
@@ -67,7 +44,6 @@ def shard_names(manifest: Manifest, *, delta: bool = False) -> dict[str, int]:
 def write_manifests(
     directory: Path, manifest: Manifest, delta: Manifest | None
 ) -> tuple[bytes, bytes]:
-    """Write the manifests durably and return what was written of each."""
     bodies = manifest.to_json(), delta.to_json() if delta is not None else b""
     # Also flushes the names of the shards, which are in the same directory.
     failpoints.hit("store.manifest")
@@ -80,14 +56,7 @@ def write_manifests(
 def commit_document(
     record: CommitRecord, shards: Mapping[str, int], manifest: bytes, delta: bytes
 ) -> dict[str, Any]:
-    """Return the commit record as it is stored.
-
-    Args:
-        record: What makes the version exist.
-        shards: The files of its shards and their lengths.
-        manifest: The manifest as it was written.
-        delta: That of its delta shards; empty: it is kept in full.
-    """
+    """Return the commit record as stored; `delta` is empty for what is kept in full."""
     document = {
         "format": 1,
         "record": record.to_json(),
@@ -105,11 +74,7 @@ def commit_document(
 
 
 def lengths(document: Mapping[str, Any]) -> dict[str, int]:
-    """Return the files that a stored commit record names, and their lengths in bytes.
-
-    Raises:
-        KeyError: It is incomplete.
-    """
+    """Return the lengths of the files that a stored commit record names; KeyError: incomplete."""
     found = {shard_name(index): size for index, size in enumerate(document["shard_bytes"])}
     found[MANIFEST] = document["manifest_bytes"]
     if "delta_bytes" in document:
@@ -120,11 +85,6 @@ def lengths(document: Mapping[str, Any]) -> dict[str, int]:
 
 
 def check_files(directory: Path, record: CommitRecord, expected: Mapping[str, int]) -> None:
-    """Prove that files were persisted in their lengths.
-
-    Raises:
-        WeightSyncError: PUSH_INCOMPLETE, naming what is missing.
-    """
     lacking = []
     for name, size in expected.items():
         try:
@@ -143,12 +103,7 @@ def check_files(directory: Path, record: CommitRecord, expected: Mapping[str, in
 
 
 def read_manifest(directory: Path, name: str = MANIFEST) -> Manifest:
-    """Return a manifest, proved by the digest in the commit record.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is damaged.
-    """
+    """Return a manifest, proved by the digest in the commit record; ValueError: damaged."""
     commit = read_document(directory / COMMIT)
     body = (directory / name).read_bytes()
     expected = commit.get("manifest_xxh3_128" if name == MANIFEST else "delta_manifest_xxh3_128")
@@ -158,13 +113,7 @@ def read_manifest(directory: Path, name: str = MANIFEST) -> Manifest:
 
 
 def remove_unnamed(directory: Path, named: Mapping[str, int], *, partial: bool) -> None:
-    """Remove what belongs to no form in which the version is kept.
-
-    Args:
-        directory: Of the version.
-        named: Files that stay.
-        partial: Whether what belongs to an open push goes too.
-    """
+    """Remove all files of a version but those in `named`; with `partial` an open push's too."""
     for path in directory.iterdir():
         if is_partial(path):
             if partial:

@@ -12,9 +12,9 @@
 
 The store needs one promise beyond put, get and list: of two that create a key, one is refused.
 
-Commits are fenced by epochs, removals are not, and no tombstone stays of what was removed: a server
-that was frozen in one, and goes on after another has taken over, still removes; and a commit that
-is finished after its version was removed, where the floor has its record, brings it back.
+Commits are fenced by epochs; removals are not, and leave no tombstone. So a server that was frozen
+in a removal still removes after another has taken over, and a commit that is finished after its
+version was removed brings it back, where the floor has its record.
 """
 
 from __future__ import annotations

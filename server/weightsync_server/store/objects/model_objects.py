@@ -6,33 +6,26 @@ import asyncio
 import contextlib
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Manifest
-from weightsync_server.store.documents import encode_document
-from weightsync_server.store.objects.object_catalog import ObjectCatalog
-from weightsync_server.store.objects.object_collector import (
+from weightsync_server.store.objects.object_catalog import (
     UNCOMMITTED_FOR,
-    remove_unnamed,
+    ObjectCatalog,
+    StoredForm,
+    StoredVersion,
     store_time,
-    sweep,
 )
+from weightsync_server.store.objects.object_client import ObjectClient
 from weightsync_server.store.objects.object_fences import ObjectFence
 from weightsync_server.store.objects.object_keys import RecordName, shard_key
 from weightsync_server.store.objects.object_pushes import ObjectPushes
-from weightsync_server.store.objects.stored_versions import StoredForm, StoredVersion
+from weightsync_server.store.objects.piece_digests import ShardReceipt
 from weightsync_server.store.protocol import check_epoch
-
-if TYPE_CHECKING:
-    from weightsync_server.store.objects.object_client import ObjectClient
-    from weightsync_server.store.objects.shard_receipts import ShardReceipt
-    from weightsync_server.store.store_records import CommitRecord
-
-__all__ = ["ModelObjects"]
+from weightsync_server.store.store_records import CommitRecord, encode_document
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +35,7 @@ _SWEEP_S = 3600.0
 
 
 class ModelObjects:
-    """What a bucket has of one model. Whoever changes it does so alone on this server.
-
-    Args:
-        client: The store.
-        model: Its name.
-        server: Identity of this server.
-
-    Attributes:
-        lock: For whoever changes something.
-        fence: Its epochs.
-        pushes: Its open pushes.
-        catalog: Its versions.
-    """
+    """What a bucket has of one model. Any task that changes something must hold `lock`."""
 
     def __init__(self, client: ObjectClient, model: str, server: str) -> None:
         self.lock = asyncio.Lock()
@@ -67,13 +48,11 @@ class ModelObjects:
         self._swept_at = -_SWEEP_S
 
     async def collects(self) -> bool:
-        """Return whether this server may remove versions: it has the newest epoch."""
         return await self.fence.holder() == self._server
 
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None
     ) -> None:
-        """Make a version exist; see `Store.commit`."""
         while True:
             if not record.adopted:
                 await self.fence.claim(record.epoch)
@@ -141,17 +120,13 @@ class ModelObjects:
 
     async def _put_manifest(self, manifest: Manifest) -> str:
         digest, body = await asyncio.to_thread(_encoded, manifest)
-        await self._client.put(self._manifest_key(digest), body)
+        await self._client.put(self.catalog.manifest_key(digest), body)
         return digest
 
     async def _shards(
         self, record: CommitRecord, manifest: Manifest, *, delta: bool
     ) -> list[ShardReceipt]:
-        """Return the receipts of uploaded shards, all of which are there, and for long enough.
-
-        Raises:
-            WeightSyncError: PUSH_INCOMPLETE, naming what is missing.
-        """
+        """Return the receipts of uploaded shards, all of which are there, and for long enough."""
         receipts = await self.pushes.receipts(record.version, delta=delta)
         sizes = [entry.size for entry in manifest.layout.shards]
         names = [receipts[index].object for index in range(len(sizes)) if index in receipts]
@@ -178,7 +153,6 @@ class ModelObjects:
         return [receipts[index] for index in range(len(sizes))]
 
     async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
-        """Keep a delta in full from now on; see `Store.fold`."""
         await self._check_changes()
         before = await self.catalog.find(record.version)
         if before is None:
@@ -193,7 +167,7 @@ class ModelObjects:
         with contextlib.suppress(WeightSyncError):
             # What cannot be removed now goes with the version.
             await self.pushes.forget_receipts(record.version, delta=False)
-            await self._remove_shards(before)
+            await self.catalog.remove_unnamed(before, self.pushes)
 
     async def manifest(self, version: int, *, delta: bool) -> Manifest:
         """Return a manifest of a committed version, proved by the digest in its record."""
@@ -201,7 +175,7 @@ class ModelObjects:
         form = None if known is None else known.delta if delta else known.full
         body = None
         if form is not None:
-            body = await self._client.get(self._manifest_key(form.manifest))
+            body = await self._client.get(self.catalog.manifest_key(form.manifest))
         if form is None or body is None:
             raise _unknown(self._model, version)
         if xxhash.xxh3_128_hexdigest(body) != form.manifest:
@@ -220,11 +194,10 @@ class ModelObjects:
             ) from error
 
     async def delete(self, version: int) -> None:
-        """Remove a version, its record first; see `Store.delete`.
+        """Remove a version, its record first; no epoch guards a removal itself.
 
-        No epoch guards a removal itself. A server that is stopped between its checks and its
-        request may, when it goes on, remove what another has based a delta on since; and a commit
-        that is as late as that brings a removed number back, where the floor has it.
+        A server that is stopped between its checks and its request may, when it goes on, remove a
+        version that another server has based a delta on since.
         """
         names = [name for name in await self.fence.records() if name.version == version]
         await self.pushes.forget(version)
@@ -237,11 +210,13 @@ class ModelObjects:
             self._check_not_a_base(gone)
         await self._client.delete([self.catalog.key("versions", name) for name in names])
         self.catalog.known.pop(version, None)
+        self.catalog.damaged.pop(version, None)
         with contextlib.suppress(WeightSyncError):
             # The version is gone; what cannot be removed now is when the store is swept.
             facts = await self._client.list_under(f"{self._model}/facts/{version}")
             await self._client.delete([*facts, *(self.catalog.key("full", one) for one in names)])
-            await self._remove_shards(*([gone] if gone is not None else []))
+            if gone is not None:
+                await self.catalog.remove_unnamed(gone, self.pushes)
         await self.sweep()
 
     async def _check_changes(self) -> None:
@@ -259,18 +234,13 @@ class ModelObjects:
                     metadata={"version": str(base[0])},
                 )
 
-    async def _remove_shards(self, *gone: StoredVersion) -> None:
-        await remove_unnamed(self._client, self._model, gone, self.catalog.all, self.pushes)
-
     async def sweep(self) -> None:
-        """Remove what no version needs, now and then, if this server may."""
         if clock.monotonic() - self._swept_at < _SWEEP_S:
             return
         self._swept_at = clock.monotonic()
         try:
             if await self.collects():
-                versions = self.catalog.all
-                await sweep(self._client, self._model, self._clock, versions, self.pushes)
+                await self.catalog.sweep(self._clock, self.pushes)
         except WeightSyncError as error:
             logger.warning("what no version of %s needs stays for now: %s", self._model, error)
 
@@ -289,9 +259,6 @@ class ModelObjects:
     @property
     def _clock(self) -> str:
         return f"{self._model}/clocks/{self._server}.json"
-
-    def _manifest_key(self, digest: str) -> str:
-        return f"{self._model}/manifests/{digest}.json"
 
 
 def _encoded(manifest: Manifest) -> tuple[str, bytes]:

@@ -1,15 +1,17 @@
-"""The object store as everything here sees it: keys, bytes, and one kind of refusal.
+"""The object store as everything here sees it: addresses, bytes, and one kind of refusal.
 
-Requests are made by obstore, whose threads do the input and output: nothing here blocks an event
-loop. Credentials are looked for where obstore looks for them, and are never read here.
+Obstore's threads do the input and output, so nothing here blocks an event loop. Credentials are
+looked for where obstore looks for them, and are never read here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import re
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,17 +20,61 @@ from urllib.parse import urlsplit
 import obstore
 from obstore import exceptions, store
 
+from weightsync.backoff import backoff_s
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.store.objects.object_keys import SCHEMES
-from weightsync_server.store.objects.store_address import check_addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from obstore import ObjectMeta
     from obstore.store import ObjectStore as Bucket
 
-__all__ = ["ABSENT", "ObjectClient", "ObjectFacts", "connect", "refusing", "split_url"]
+
+#: Those that obstore reads.
+_VARIABLES = {
+    "s3": ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT"),
+}
+_ADDRESS = re.compile(
+    r"https?://"
+    r"([A-Za-z0-9._~%:-]+@)?"
+    r"(\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+))"
+    r"(:(?P<port>[0-9]{1,5}))?"
+    r"(/[A-Za-z0-9._~%/-]*)?",
+    re.IGNORECASE,
+)
+_MAX_PORT = 65535
+
+
+def check_addresses(scheme: str) -> None:
+    """Refuse an environment with a bad store address.
+
+    The refusal names the variable and not its value, which may contain a password.
+    """
+    for name in _VARIABLES[scheme]:
+        value = os.environ.get(name)
+        if value is not None and not _is_address(value):
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{name} is no address of an object store; write http:// or https://, the host and "
+                "its port, such as http://127.0.0.1:9000, or unset it",
+            )
+
+
+def _is_address(value: str) -> bool:
+    match = _ADDRESS.fullmatch(value)
+    if match is None or int(match["port"] or 0) > _MAX_PORT:
+        return False
+    host = match["ipv6"] or match["host"]
+    # What ends in a number is an address of IPv4, or nothing.
+    if match["ipv6"] is None and not host.rpartition(".")[2].isdecimal():
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
 
 #: Azure once answered the second one.
 _EXISTS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
@@ -61,20 +107,14 @@ _CLIENT_SETTINGS = (
     "proxy_url",
     "timeout",
 )
-_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 #: Of creates whose outcome is not known.
 _ATTEMPTS = 5
 _AT_ONCE = 32
 
 
 class ObjectFacts(NamedTuple):
-    """What the store says of an object.
-
-    Attributes:
-        size: Its bytes.
-        modified: When it was put, by the store's clock.
-        tag: Another for other bytes, where the store has tags.
-    """
+    """What the store says of an object; `modified` is by its clock, `tag` varies with the bytes."""
 
     size: int
     modified: datetime
@@ -82,11 +122,6 @@ class ObjectFacts(NamedTuple):
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the bucket's URL, and the key in it without slashes at its ends.
-
-    Raises:
-        WeightSyncError: NOT_SUPPORTED for a URL that names no bucket, or more than a key.
-    """
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES or not parts.netloc or set(parts.netloc) & set("@:"):
         raise _not_a_url(url)
@@ -99,14 +134,9 @@ def split_url(url: str) -> tuple[str, str]:
 
 @cache
 def connect(bucket: str) -> Bucket:
-    """Return a client of a bucket; no request is made.
-
-    Raises:
-        WeightSyncError: REQUEST_INVALID for settings in the environment that cannot be used.
-    """
     scheme, _, name = bucket.partition("://")
     check_addresses(scheme)
-    given = {key: os.environ.get(_VARIABLES[scheme] + key.upper()) for key in _CLIENT_SETTINGS}
+    given = {key: os.environ.get(_PREFIXES[scheme] + key.upper()) for key in _CLIENT_SETTINGS}
     client = _CLIENT | {key: value for key, value in given.items() if value}
     options: dict[str, Any] = {"client_options": client, "retry_config": _RETRIES}
     with refusing(f"reaching {bucket}"):
@@ -118,18 +148,13 @@ def connect(bucket: str) -> Bucket:
 
 
 class ObjectClient:
-    """Objects under one URL. Keys are relative to it.
-
-    Args:
-        url: `s3://bucket/prefix`, `gs://...` or `az://...`.
-    """
+    """Objects under one URL, such as `s3://bucket/prefix`. Keys are relative to it."""
 
     def __init__(self, url: str) -> None:
         self._bucket, self._prefix = split_url(url)
         self.url = f"{self._bucket}/{self._prefix}".rstrip("/")
 
     async def get(self, key: str) -> bytes | None:
-        """Return an object's bytes; None: there is none."""
         with refusing(f"reading {key}"):
             try:
                 found = await obstore.get_async(self._store, self._path(key))
@@ -149,7 +174,6 @@ class ObjectClient:
         return bytes(found)
 
     async def get_all(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Return the bytes of those objects that are there."""
         gate = asyncio.Semaphore(_AT_ONCE)
 
         async def one(key: str) -> bytes | None:
@@ -160,26 +184,18 @@ class ObjectClient:
         return {key: body for key, body in zip(keys, bodies, strict=True) if body is not None}
 
     async def put(self, key: str, data: bytes) -> None:
-        """Put an object in the place of what is there."""
         with refusing(f"writing {key}"):
             await obstore.put_async(self._store, self._path(key), data, use_multipart=False)
 
     async def create(self, key: str, data: bytes) -> bytes:
-        """Put an object where there is none; return the bytes that are there then, ours or not.
-
-        Raises:
-            WeightSyncError: As `create_or_read`.
-        """
+        """Put an object where there is none; return the bytes that are there then, ours or not."""
         return (await self.create_or_read(key, data))[1]
 
     async def create_or_read(self, key: str, data: bytes) -> tuple[bool, bytes]:
-        """Put an object where there is none; return whether that is known, and what is there.
+        """Put an object where there is none; return whether it surely did, and what is there.
 
-        What a store answers is believed only after the object was read back: a reply may be lost,
-        and "it exists" may mean that another request for it was under way.
-
-        Raises:
-            WeightSyncError: FAULT; whether the object is there is not known.
+        The object is read back: a reply may be lost, and "it exists" may mean another request of
+        ours. After a FAULT it is not known whether it is there.
         """
         failure: WeightSyncError | None = None
         for attempt in range(_ATTEMPTS):
@@ -190,7 +206,7 @@ class ObjectClient:
                 failure = error
             if (found := await self.get(key)) is not None:
                 return False, found
-            await asyncio.sleep(0.05 * 2**attempt)
+            await asyncio.sleep(backoff_s(attempt + 1, 0.05, 0.8))
         raise failure or WeightSyncError(
             Reason.FAULT, f"{self.url} says that {key} exists, and does not have it; try again"
         )
@@ -205,7 +221,6 @@ class ObjectClient:
         return True
 
     async def is_empty(self) -> bool:
-        """Return whether there is no object at all."""
         with refusing(f"listing {self.url}"):
             async for batch in obstore.list(self._store, self._prefix or None, chunk_size=1):
                 if batch:
@@ -230,7 +245,6 @@ class ObjectClient:
         return sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
 
     async def head(self, key: str) -> ObjectFacts | None:
-        """Return what the store says of an object; None: there is none."""
         with refusing(f"asking for {key}"):
             try:
                 meta = await obstore.head_async(self._store, self._path(key))
@@ -260,15 +274,10 @@ class ObjectClient:
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Raise what obstore raises in the block as a refusal, but for "not found" and "exists".
+    """Raise what obstore raises in the block as a refusal, except "not found" and "exists".
 
-    Of the store's own words those stay out that may tell a signed address.
-
-    Args:
-        what: The act, as the subject of a sentence.
-
-    Raises:
-        WeightSyncError: FAULT; REQUEST_INVALID where settings or rights are wrong.
+    `what` is the act, as the subject of a sentence. The store's words that may tell a signed
+    address are left out. Raises REQUEST_INVALID for wrong settings or rights, else FAULT.
     """
     try:
         yield
@@ -295,7 +304,7 @@ def _denied(what: str) -> WeightSyncError:
     return WeightSyncError(
         Reason.REQUEST_INVALID,
         f"{what} is not allowed with the credentials found; give them the rights that "
-        "docs/security.md lists",
+        "docs/how-to/bucket-and-etcd-rights.md lists",
     )
 
 
@@ -309,7 +318,6 @@ def _gist(error: Exception) -> str:
 
 
 def _without_user(text: str) -> str:
-    """Return a text without the user and password that an address in it may have."""
     return re.sub(r"//[^\s/]*@", "//", text)
 
 

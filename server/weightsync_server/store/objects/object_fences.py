@@ -3,8 +3,8 @@
 A new writer creates `epochs/<n>`, lists the versions, and creates `floors/<n>` with the names of
 those that count. A committer creates its record, then lists the epochs: either it finds no newer
 one, and then the newer writer's list has the record; or it does, and then the floor decides. Who
-finds an epoch without its floor makes the floor itself, so nobody waits for a writer that died
-between the two. A floor is created once, like everything here: all see the same.
+finds an epoch without its floor makes it, so nobody waits for a writer that died. A floor is
+created once, like everything here: all see the same.
 """
 
 from __future__ import annotations
@@ -12,23 +12,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.store.documents import decode_document, encode_document
 from weightsync_server.store.objects.object_keys import RecordName, numbered, record_name
 from weightsync_server.store.protocol import check_epoch
+from weightsync_server.store.store_records import decode_document, encode_document
 
 if TYPE_CHECKING:
     from weightsync_server.store.objects.object_client import ObjectClient, ObjectFacts
 
-__all__ = ["Floor", "ObjectFence"]
-
 
 class Floor(NamedTuple):
-    """What counts of all epochs before one.
+    """The records, `names`, that count of all epochs before `epoch`.
 
-    Attributes:
-        epoch: That epoch.
-        names: The records of older epochs that count.
-        undecided: A newer epoch, whose floor is missing; 0: there is none.
+    `undecided` is a newer epoch whose floor is missing; 0 if there is none.
     """
 
     epoch: int
@@ -36,18 +31,11 @@ class Floor(NamedTuple):
     undecided: int = 0
 
     def counts(self, name: RecordName) -> bool:
-        """Tell whether a record makes its version exist."""
         return name in self.names or (name.epoch >= self.epoch and not self.undecided)
 
 
 class ObjectFence:
-    """The epochs of one model.
-
-    Args:
-        client: The store.
-        model: Its name.
-        server: Identity of this server; empty: it only reads.
-    """
+    """The epochs of one model. With an empty `server` identity, it only reads."""
 
     def __init__(self, client: ObjectClient, model: str, server: str) -> None:
         self._client = client
@@ -61,28 +49,21 @@ class ObjectFence:
         return max(await self._numbers("epochs") + await self._numbers("floors"), default=0)
 
     async def holder(self) -> str:
-        """Return the identity of the server that has the newest epoch; empty: none is known to."""
+        """Return the server that has the newest epoch; empty: none is known to."""
         newest = await self.newest()
         body = await self._client.get(self._key("epochs", newest))
         return str(self._read("epochs", newest, body).get("server")) if body is not None else ""
 
     async def acquire(self, epoch: int) -> None:
-        """Make an epoch the newest: when this returns, no older writer can commit any more.
-
-        Raises:
-            WeightSyncError: EPOCH_STALE: a newer one is there, or another server has this one.
-        """
+        """Make an epoch the newest: when this returns, no older writer can commit any more."""
         await self._take(epoch)
         await self.floor()
 
     async def claim(self, epoch: int) -> None:
-        """See that this server has an epoch, and take it if it is the first to ask.
+        """Check that this server has an epoch, and take it if it is the first to ask.
 
-        Of all servers one has an epoch, and it alone commits, folds and removes under it: epoch 0,
-        which nobody acquires, goes to the first that does any of that.
-
-        Raises:
-            WeightSyncError: EPOCH_STALE, as for `acquire`; DATA_CORRUPT.
+        Raises EPOCH_STALE when another server has it, or there is a newer one. Epoch 0, which
+        nobody acquires, goes to the first that commits, folds or removes.
         """
         if epoch != self._ours:
             await self._take(epoch)
@@ -115,7 +96,7 @@ class ObjectFence:
         return {name: facts for name, facts in found if name is not None}
 
     async def floor(self) -> Floor:
-        """Return the newest floor; it is made, with those below it, where it is missing.
+        """Return the newest floor, making those that are missing.
 
         What it tells of a record that was listed before is final, unless that is undecided.
         """

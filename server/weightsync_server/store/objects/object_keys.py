@@ -7,19 +7,6 @@ from typing import NamedTuple
 
 from weightsync.model.manifest import MAX_VERSION
 
-__all__ = [
-    "MARKER",
-    "SCHEMES",
-    "RecordName",
-    "ShardName",
-    "is_location",
-    "is_receipt",
-    "numbered",
-    "object_of",
-    "record_name",
-    "shard_key",
-]
-
 SCHEMES = ("s3", "gs", "az")
 
 MARKER = "weightsync-store.json"
@@ -30,39 +17,25 @@ _SHARD = re.compile(r"([0-9a-f]{32})-(0|[1-9][0-9]{0,15})")
 
 
 class RecordName(NamedTuple):
-    """Names one commit record: of a version, created under an epoch."""
-
     version: int
     epoch: int
 
     @property
     def path(self) -> str:
-        """The end of its key."""
         return f"{self.version}/{self.epoch}.json"
 
 
 class ShardName(NamedTuple):
-    """Names bytes by what they are.
-
-    Attributes:
-        digest: Their xxh3-128, hexadecimal.
-        size: How many they are.
-    """
+    """Names bytes by their hexadecimal xxh3-128 and their number."""
 
     digest: str
     size: int
 
     def __str__(self) -> str:
-        """Return the last part of its key."""
         return f"{self.digest}-{self.size}"
 
     @classmethod
     def parse(cls, text: str) -> ShardName:
-        """Read what `str` returned.
-
-        Raises:
-            ValueError: It is no such name.
-        """
         match = _SHARD.fullmatch(text)
         if match is None:
             raise ValueError(f"{text[:60]!r} is no name of a shard")
@@ -70,7 +43,6 @@ class ShardName(NamedTuple):
 
 
 def record_name(path: str) -> RecordName | None:
-    """Return the name of the record whose key ends with `path`, or None."""
     match = _RECORD.fullmatch(path)
     if match is None or int(match[1]) > MAX_VERSION:
         return None
@@ -78,13 +50,11 @@ def record_name(path: str) -> RecordName | None:
 
 
 def numbered(path: str) -> int | None:
-    """Return the number that a key ends with, or None."""
     match = _NUMBER.fullmatch(path.rpartition("/")[2])
     return int(match[1]) if match else None
 
 
 def shard_key(model: str, name: ShardName | str) -> str:
-    """Return the key of a shard's bytes."""
     return f"{model}/shards/{name}"
 
 
@@ -100,11 +70,9 @@ def is_receipt(place: str) -> bool:
 
 
 def object_of(receipt: str, name: ShardName | str) -> str:
-    """Return where a shard's bytes go, by the place of its receipt.
+    """Return where a shard's bytes go.
 
-    Args:
-        receipt: `<url>/<model>/pushes/<server>/<version>/<shard>`.
-        name: Names the bytes.
+    `receipt` is `<url>/<model>/pushes/<server>/<version>/<shard>`.
     """
     root = receipt.rsplit("/", 4)[0]
     return f"{root}/shards/{name}"

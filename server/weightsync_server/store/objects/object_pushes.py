@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING
 from weightsync.errors import WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_shard, parse_header
-from weightsync_server.store.documents import decode_document, encode_document
-from weightsync_server.store.objects.object_keys import shard_key
-from weightsync_server.store.objects.shard_receipts import ShardReceipt
-from weightsync_server.store.store_records import OpenPush, PushRecord, ShardCheckpoint
+from weightsync_server.store.objects.object_keys import ShardName, shard_key
+from weightsync_server.store.objects.piece_digests import ShardReceipt
+from weightsync_server.store.store_records import (
+    OpenPush,
+    PushRecord,
+    ShardCheckpoint,
+    decode_document,
+    encode_document,
+)
 
 if TYPE_CHECKING:
     from weightsync_server.store.objects.object_client import ObjectClient, ObjectFacts
-    from weightsync_server.store.objects.object_keys import ShardName
 
-__all__ = ["ObjectPushes"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +34,6 @@ _SHARD = re.compile(r"(delta-)?(0|[1-9][0-9]{0,5})")
 
 
 class ObjectPushes:
-    """The open pushes of one model.
-
-    Args:
-        client: The store.
-        model: Its name.
-        server: Identity of this server.
-    """
-
     def __init__(self, client: ObjectClient, model: str, server: str) -> None:
         self._client = client
         self._model = model
@@ -46,16 +41,13 @@ class ObjectPushes:
         self._ours = f"{self._all}/{server}"
 
     def receipt_key(self, version: int, shard: int, *, delta: bool) -> str:
-        """Return the key of a shard's receipt."""
         return f"{self._ours}/{version}/{'delta-' if delta else ''}{shard}"
 
     async def record(self, record: PushRecord) -> None:
-        """Write down that a push is open."""
         key = f"{self._ours}/{record.version}/{_RECORD}"
         await self._client.put(key, encode_document(record.to_json()))
 
     async def receipts(self, version: int, *, delta: bool) -> dict[int, ShardReceipt]:
-        """Return the receipts of a version's shards, by index."""
         prefix = f"{self._ours}/{version}"
         indexes = {}
         for key in await self._client.list_under(prefix):
@@ -71,7 +63,6 @@ class ObjectPushes:
         await self._client.delete(list(await self._client.list_under(f"{self._ours}/{version}")))
 
     async def forget_receipts(self, version: int, *, delta: bool) -> None:
-        """Remove the receipts of a version's shards."""
         indexes = await self.receipts(version, delta=delta)
         keys = [self.receipt_key(version, index, delta=delta) for index in indexes]
         await self._client.delete(keys)

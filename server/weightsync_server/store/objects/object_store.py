@@ -3,28 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Manifest
 from weightsync_server.ops.tasks import to_end
-from weightsync_server.store.based_versions import based
-from weightsync_server.store.documents import decode_document, encode_document
 from weightsync_server.store.objects.model_objects import ModelObjects
+from weightsync_server.store.objects.object_catalog import StoredForm
 from weightsync_server.store.objects.object_client import ObjectClient
-from weightsync_server.store.objects.object_keys import shard_key
-from weightsync_server.store.objects.store_probe import claim, probe
+from weightsync_server.store.objects.object_keys import MARKER, shard_key
+from weightsync_server.store.objects.piece_digests import PieceDigests
 from weightsync_server.store.protocol import MODEL_NAME, check_model, check_version
+from weightsync_server.store.store_records import (
+    CommitRecord,
+    OpenPush,
+    PushRecord,
+    based,
+    decode_document,
+    encode_document,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
 
-    from weightsync.model.manifest import Manifest
-    from weightsync_server.store.objects.piece_digests import PieceDigests
-    from weightsync_server.store.objects.stored_versions import StoredForm
-    from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
+async def claim(client: ObjectClient, kind: str = "store", marker: str = MARKER) -> None:
+    """Make a place a store of ours by the object `marker`, or find that it is one.
 
-__all__ = ["ObjectStore"]
+    `kind` names the store in errors.
+    """
+    ours = encode_document({"format": 1})
+    body = await client.get(marker)
+    if body is None:
+        # Another server may have made it a store meanwhile.
+        if not await client.is_empty() and (body := await client.get(marker)) is None:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{client.url} is no WeightSync {kind} and not empty; name a prefix of its own",
+            )
+        body = body or await client.create(marker, ours)
+    try:
+        known = decode_document(body).get("format")
+    except ValueError:
+        known = None
+    if known != 1:
+        raise WeightSyncError(
+            Reason.NOT_SUPPORTED,
+            f"{client.url}/{marker} has format {known!r}: it is damaged, or of a newer release of "
+            "this server; use that release",
+        )
+
+
+async def probe(client: ObjectClient) -> None:
+    """Refuse a store that creates a key which exists: two writers would both have committed."""
+    # No model has such a name.
+    key, first = f"_probe/{secrets.token_hex(16)}", b"first"
+    try:
+        await client.try_create(key, first)
+        again = await client.try_create(key, b"second")
+        if again or await client.get(key) != first:
+            raise WeightSyncError(
+                Reason.NOT_SUPPORTED,
+                f"the store at {client.url} wrote over an object although it was asked to create "
+                "it only where there is none (If-None-Match: *); use a store that keeps this "
+                "promise, such as Amazon S3, Google Cloud Storage, Azure or MinIO",
+            )
+    finally:
+        await client.delete([key])
+
 
 _T = TypeVar("_T")
 
@@ -33,15 +79,8 @@ class ObjectStore:
     """Keeps versions in a bucket that this server may share with others.
 
     A cancelled call ends first, then raises. A commit that raises FAULT may have made its version
-    exist, whole; committing the same content again finds it.
-
-    Args:
-        url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
-        server: Identity of the server: another one's open pushes are left alone. Empty: nothing is
-            written.
-
-    Raises:
-        WeightSyncError: NOT_SUPPORTED: the URL is no such.
+    exist, whole; committing it again finds it. Open pushes of servers other than `server` are left
+    alone; if it is empty, nothing is written.
     """
 
     durable = True
@@ -55,7 +94,6 @@ class ObjectStore:
         self._models: dict[str, ModelObjects] = {}
 
     async def open(self) -> list[CommitRecord]:
-        """Probe the store, and return the committed versions by model and version."""
         await claim(self._client)
         await probe(self._client)
         records: list[CommitRecord] = []
@@ -86,12 +124,11 @@ class ObjectStore:
         return good, [*lost.values(), *others]
 
     def free_bytes(self) -> int:
-        """Return a number without meaning: a bucket has no end."""
         return 1 << 62
 
     def shard_path(self, model: str, version: int, shard: int, *, delta: bool = False) -> str:
         """Return the place to load a committed shard from, or to persist one with its receipt."""
-        check_version(version)
+        of = self._of(model, version)
         if type(shard) is not int or shard < 0:
             raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is no index")
         form = self._form(model, version, delta=delta)
@@ -103,12 +140,11 @@ class ObjectStore:
                 f"version {version} of {model} is not in {self.url} any more, or in another form; "
                 "it is looked for again",
             )
-        return f"{self.url}/{self._of(model).pushes.receipt_key(version, shard, delta=delta)}"
+        return f"{self.url}/{of.pushes.receipt_key(version, shard, delta=delta)}"
 
     def pieces(
         self, model: str, version: int, shard: int, *, delta: bool = False
     ) -> PieceDigests | None:
-        """Return the digests of a committed shard's pieces, as the commit record tells them."""
         form = self._form(model, version, delta=delta)
         return form.pieces[shard] if form is not None and form.pieces else None
 
@@ -119,47 +155,36 @@ class ObjectStore:
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
     ) -> None:
-        """Make a version exist, its shards having been persisted."""
-        check_version(record.version)
-        model = self._of(record.model)
+        model = self._of(record.model, record.version)
         await self._change(model, model.commit(record, manifest, delta))
 
     async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
-        """Keep a delta in full from now on, its whole shards having been persisted."""
-        check_version(record.version)
-        model = self._of(record.model)
+        model = self._of(record.model, record.version)
         await self._change(model, model.fold(record, manifest))
 
     async def discard(self, model: str, version: int) -> None:
         """Forget a failed push; the bytes of its shards stay until the store is swept."""
-        check_version(version)
-        await self._change(self._of(model), self._of(model).pushes.forget(version))
+        of = self._of(model, version)
+        await self._change(of, of.pushes.forget(version))
 
     async def manifest(self, model: str, version: int) -> Manifest:
-        """Return the manifest of a committed version, proved by the digest in its record."""
-        return await self._of(model).manifest(check_version(version), delta=False)
+        return await self._of(model, version).manifest(version, delta=False)
 
     async def delta(self, model: str, version: int) -> Manifest:
-        """Return the manifest of the delta shards of a version that is kept as a delta."""
-        return await self._of(model).manifest(check_version(version), delta=True)
+        return await self._of(model, version).manifest(version, delta=True)
 
     async def tidy(self, model: str, version: int) -> None:
-        """Forget whole shards that were persisted for a fold which is not to be."""
-        check_version(version)
-        pushes = self._of(model).pushes
-        await self._change(self._of(model), pushes.forget_receipts(version, delta=False))
+        of = self._of(model, version)
+        await self._change(of, of.pushes.forget_receipts(version, delta=False))
 
     async def delete(self, model: str, version: int) -> None:
-        """Remove a version, its commit record first. An unknown one is fine."""
-        check_version(version)
-        await self._change(self._of(model), self._of(model).delete(version))
+        of = self._of(model, version)
+        await self._change(of, of.delete(version))
 
     async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
-        """Return the whole versions of a model, whichever server committed them."""
         return await self.committed(model)
 
     async def committed(self, model: str) -> list[CommitRecord]:
-        """Return the versions that exist now, by number; the store need not be opened for that."""
         # Nothing is changed, so it may be called off at once.
         async with self._of(model).lock:
             found, _ = await self._whole(model)
@@ -170,15 +195,12 @@ class ObjectStore:
         return await self._of(model).catalog.stamps()
 
     async def collects(self, model: str) -> bool:
-        """Return whether this server has the newest epoch."""
         return await self._of(model).collects()
 
     async def read_epoch(self, model: str) -> int:
-        """Return the newest epoch; 0 before the first."""
         return await self._of(model).fence.newest()
 
     async def write_epoch(self, model: str, epoch: int) -> None:
-        """Acquire an epoch: when this returns, older writers can no longer commit."""
         await self._change(self._of(model), self._of(model).fence.acquire(epoch))
 
     async def read_marks(self, model: str) -> dict[str, Any]:
@@ -193,18 +215,15 @@ class ObjectStore:
             ) from error
 
     async def write_marks(self, model: str, marks: Mapping[str, Any]) -> None:
-        """Replace the marks, all or nothing."""
         body = encode_document(dict(marks))
         put = self._client.put(f"{check_model(model)}/marks.json", body)
         await self._change(self._of(model), put)
 
     async def record_push(self, record: PushRecord) -> None:
-        """Write down that a push is open, until its version is committed or discarded."""
-        check_version(record.version)
-        await self._change(self._of(record.model), self._record_push(record))
+        model = self._of(record.model, record.version)
+        await self._change(model, self._record_push(model, record))
 
-    async def _record_push(self, record: PushRecord) -> None:
-        model = self._of(record.model)
+    async def _record_push(self, model: ModelObjects, record: PushRecord) -> None:
         # Better now than at the commit of all that was sent.
         await model.fence.claim(record.epoch)
         if await model.catalog.find(record.version) is not None:
@@ -216,11 +235,13 @@ class ObjectStore:
         await model.pushes.record(replace(record, server=self._server))
 
     async def open_pushes(self, model: str) -> list[OpenPush]:
-        """Return the pushes of this server that were open when it last used the store."""
         of = self._of(model)
         return await of.pushes.open(set(of.catalog.known))
 
-    def _of(self, model: str) -> ModelObjects:
+    def _of(self, model: str, version: int | None = None) -> ModelObjects:
+        """Return the objects of a model; the number is checked, where one is given."""
+        if version is not None:
+            check_version(version)
         if model not in self._models:
             self._models[model] = ModelObjects(self._client, check_model(model), self._server)
         return self._models[model]

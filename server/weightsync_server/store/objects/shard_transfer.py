@@ -1,42 +1,35 @@
 """Whole shards between memory and an object store, in pieces; it blocks, so fetchers do it.
 
-Nothing is copied as a whole: pieces of the memory are uploaded as parts, and ranges are written
-where they belong as they come.
+Nobody vouches for a cache: each piece from there is compared with its BLAKE3, and what is not
+right, or does not come, is read from the store.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 import obstore
 import xxhash
 from blake3 import blake3
+from obstore import exceptions, store
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import ShardEntry
 from weightsync_server.store.objects.object_client import ABSENT, connect, refusing, split_url
 from weightsync_server.store.objects.object_keys import ShardName, is_receipt, object_of
-from weightsync_server.store.objects.piece_digests import PIECE_BYTES, PieceDigests
-from weightsync_server.store.objects.shard_receipts import ShardReceipt
+from weightsync_server.store.objects.piece_digests import (
+    PIECE_BYTES,
+    CacheOutcome,
+    PieceDigests,
+    ShardReceipt,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from datetime import datetime
-
     from obstore.store import ObjectStore as Bucket
 
-    from weightsync.model.manifest import ShardEntry
-
-__all__ = [
-    "DOWNLOADS",
-    "REUSED_FOR",
-    "StoredShard",
-    "download",
-    "receipt_at",
-    "shard_name",
-    "upload",
-]
 
 #: Age up to which bytes that are there are not put again. A collector removes them at twice that.
 REUSED_FOR = timedelta(hours=12)
@@ -47,12 +40,7 @@ _UPLOADS, DOWNLOADS = 6, 8
 
 
 def shard_name(view: memoryview, look: Callable[[], None]) -> ShardName:
-    """Return the name of bytes.
-
-    Args:
-        view: The bytes.
-        look: Called between pieces; it raises to end the work.
-    """
+    """Return the name of bytes; `look` is called between pieces, and raises to end the work."""
     digest = xxhash.xxh3_128()
     for piece in _ranges(view, look):
         digest.update(piece)
@@ -79,19 +67,9 @@ def upload(
     """Put a whole shard under the name of its content, then its receipt at `place`.
 
     Until that is done nobody sees any of it; repeating it is harmless. Bytes that are there and
-    young enough are not put again.
-
-    Args:
-        view: The shard.
-        place: What `ObjectStore.shard_path` returned. Of a version that is committed nothing is
-            written.
-        look: Called between pieces; it raises to end the work.
-        entry: Name and sizes, of a shard whose push can be resumed.
-        header_digest: xxh3-128 of its header, hexadecimal, of such a shard.
-
-    Raises:
-        WeightSyncError: FAULT, REQUEST_INVALID; VERSION_CONFLICT: its version is committed with
-            other bytes.
+    young enough are not put again. Nothing is written for a committed version: VERSION_CONFLICT if
+    that has other bytes. `look` is called between pieces and raises to end the work. `entry` and
+    `header_digest` (hexadecimal xxh3-128) are given for a shard whose push can be resumed.
     """
     name = shard_name(view, look)
     if not is_receipt(place):
@@ -114,11 +92,7 @@ def upload(
 
 
 def receipt_at(place: str) -> ShardReceipt:
-    """Return the receipt at `place`.
-
-    Raises:
-        WeightSyncError: DATA_CORRUPT: there is none; FAULT, REQUEST_INVALID.
-    """
+    """Return the receipt at `place`; DATA_CORRUPT: there is none."""
     bucket, key = _at(place)
     with refusing("reading the receipt of a shard"):
         try:
@@ -130,16 +104,10 @@ def receipt_at(place: str) -> ShardReceipt:
 
 
 def download(place: str, view: memoryview, look: Callable[[], None]) -> None:
-    """Fill `view` with a whole shard.
+    """Fill `view` with a whole shard; when this raises, `view` holds anything.
 
-    Args:
-        place: Of its bytes, from `ObjectStore.shard_path` for a committed version, or of a receipt.
-        view: Takes the bytes; when this raises, it holds anything.
-        look: Called between ranges; it raises to end the work.
-
-    Raises:
-        WeightSyncError: DATA_CORRUPT when it is missing or has another length; FAULT,
-            REQUEST_INVALID.
+    `place` is that of a committed version's bytes, or of a receipt. `look`, called between ranges,
+    raises to end the work. Raises DATA_CORRUPT for a missing shard or another length.
     """
     if is_receipt(place):
         place = object_of(place, receipt_at(place).object)
@@ -158,23 +126,11 @@ def download(place: str, view: memoryview, look: Callable[[], None]) -> None:
 
 
 class StoredShard:
-    """The bytes of a shard in the store, and the memory that takes them.
-
-    Args:
-        place: Of its bytes.
-        view: Of as many bytes as it should have.
-    """
-
     def __init__(self, place: str, view: memoryview) -> None:
         self._bucket, self._key = _at(place)
         self._view = view
 
     def check_size(self) -> None:
-        """Refuse it if it has another size.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT, FAULT, REQUEST_INVALID.
-        """
         size = _size(self._bucket, self._key)
         if size != len(self._view):
             raise WeightSyncError(
@@ -184,11 +140,7 @@ class StoredShard:
             )
 
     def fill(self, begin: int, end: int) -> None:
-        """Read some bytes to where they belong.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT: it is not there; FAULT, REQUEST_INVALID.
-        """
+        """Read some bytes to where they belong; DATA_CORRUPT: it is not there."""
         with refusing("reading a stored shard"):
             try:
                 for at in range(begin, end, _RANGE):
@@ -253,3 +205,89 @@ def _missing(key: str) -> WeightSyncError:
         f"{key.rpartition('/')[2]} is not in the store; push the version again or restore the "
         "object",
     )
+
+
+#: A cache is worth a short wait only, for each piece: the store has the same.
+_CLIENT: Any = {"connect_timeout": "2s", "timeout": "20s", "user_agent": "weightsync"}
+_RETRIES: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
+
+
+def download_cached(
+    place: str, url: str, pieces: PieceDigests, view: memoryview, look: Callable[[], None]
+) -> CacheOutcome:
+    """Fill `view` with a whole shard, unchanged since it was put, whatever the cache says.
+
+    `url` is where the cache has the bytes; `pieces` are their digests. `look` is called between
+    pieces and raises to end the work. When this raises, `view` holds anything.
+    """
+    if not pieces.cover(len(view)):
+        raise WeightSyncError(
+            Reason.DATA_CORRUPT,
+            f"a stored shard of {len(view)} bytes has digests of {pieces.piece_bytes} bytes each "
+            "that do not cover it; push the version again",
+        )
+    cached = _CachedShard(url, pieces, view)
+    stored = StoredShard(place, view)
+    begins = range(0, len(view), pieces.piece_bytes)
+    counts = {True: 0, False: 0, None: 0}
+    with ThreadPoolExecutor(DOWNLOADS, "cached") as threads:
+        tasks = [threads.submit(_piece, cached, stored, index) for index in range(len(begins))]
+        try:
+            for task in tasks:
+                counts[task.result()] += 1
+                look()
+        finally:
+            for task in tasks:
+                task.cancel()
+    return CacheOutcome(counts[True], counts[False], counts[None], cached.away)
+
+
+def _piece(cached: _CachedShard, stored: StoredShard, index: int) -> bool | None:
+    right = cached.fill(index)
+    if not right:
+        begin, end = cached.bounds(index)
+        stored.fill(begin, end)
+    return right
+
+
+class _CachedShard:
+    """One shard in a cache, which is asked no more once it has failed or lied."""
+
+    def __init__(self, url: str, pieces: PieceDigests, view: memoryview) -> None:
+        root, _, self._key = url.rpartition("/")
+        client = _CLIENT | {"allow_http": "true"}
+        self._store = store.HTTPStore.from_url(root, client_options=client, retry_config=_RETRIES)
+        self._pieces = pieces
+        self._view = view
+        self._failed = self.away = False
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        begin = index * self._pieces.piece_bytes
+        return begin, min(begin + self._pieces.piece_bytes, len(self._view))
+
+    def fill(self, index: int) -> bool | None:
+        """Return whether a piece came right; None: it did not come."""
+        if self._failed:
+            return None
+        try:
+            right = self._digest(*self.bounds(index)) == self._pieces[index]
+        except (*ABSENT, ValueError):
+            right = None
+        except exceptions.BaseError:
+            right, self.away = None, True
+        self._failed = self._failed or not right
+        return right
+
+    def _digest(self, begin: int, end: int) -> bytes:
+        """Take a piece, and return the BLAKE3 of what came, not of what lies there."""
+        digest, at = blake3(), begin
+        found = obstore.get(self._store, self._key, options={"range": (begin, end)})
+        # As it comes: a cache may send without end.
+        for data in found.stream():
+            to = at + len(data)
+            if to > end:
+                raise ValueError("more came than was asked for")
+            digest.update(data)
+            self._view[at:to] = memoryview(data)
+            at = to
+        return digest.digest()

@@ -1,4 +1,4 @@
-"""What can be asked of fetchers, whoever runs them."""
+"""What can be asked of fetchers, whoever runs them, and what they tell."""
 
 from __future__ import annotations
 
@@ -6,25 +6,62 @@ import asyncio
 import contextlib
 import json
 import secrets
+import struct
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.model.digest import DIGEST_BYTES
-from weightsync.wire.notes import noted
-from weightsync_server.store.objects.piece_digests import CacheOutcome
-from weightsync_server.workers.fetch.delta_summary import unpack_changes
+from weightsync.model.manifest import ShardEntry
+from weightsync.model.tensor_slices import SliceSpan
+from weightsync.wire.child_channel import noted
+from weightsync_server.store.objects.piece_digests import CacheOutcome, PieceDigests
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
-
-    from weightsync.model.box_spans import BoxSpan
-    from weightsync.model.manifest import ShardEntry
     from weightsync.shm.segments import Segment
-    from weightsync_server.store.objects.piece_digests import PieceDigests
-    from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
 
-__all__ = ["ComposeOrder", "FetchApi", "GpuSource", "PatchOrder", "Piece", "StridedPiece"]
+#: How positions can be coded; a coding's number is its place.
+CODINGS = ("dense", "gap16", "gap8", "bitmap")
+_HEAD = struct.Struct(f"<I{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_ROW = struct.Struct(f"<IQB{DIGEST_BYTES}s")
+
+
+class DeltaHeader(NamedTuple):
+    """What a delta shard tells of itself; `shard` is its index in its push.
+
+    `base_content_digest` has 32 hexadecimal digits; `layout_digest` is the canonical layout's
+    `Layout.signature`.
+    """
+
+    shard: int
+    base_content_digest: str
+    layout_digest: str
+
+
+class TensorDelta(NamedTuple):
+    """One changed tensor, by its place in the canonical layout.
+
+    `changed` counts the elements that the delta tells, `coding` is a number in `CODINGS`, and
+    `digest` is of its full new bytes.
+    """
+
+    tensor: int
+    changed: int
+    coding: int
+    digest: bytes
+
+
+def pack_changes(header: DeltaHeader, changes: Iterable[TensorDelta]) -> bytes:
+    base, layout = bytes.fromhex(header.base_content_digest), bytes.fromhex(header.layout_digest)
+    return _HEAD.pack(header.shard, base, layout) + b"".join(_ROW.pack(*row) for row in changes)
+
+
+def unpack_changes(blob: bytes) -> tuple[DeltaHeader, list[TensorDelta]]:
+    shard, base, layout = _HEAD.unpack_from(blob)
+    rows = _ROW.iter_unpack(memoryview(blob)[_HEAD.size :])
+    return DeltaHeader(shard, base.hex(), layout.hex()), [TensorDelta(*row) for row in rows]
+
 
 #: Of memory on a GPU: the number of its handle, the offset in what that opens, the offset in the
 #: segment and the size, in bytes.
@@ -32,15 +69,10 @@ Piece = tuple[int, int, int, int]
 
 
 class StridedPiece(NamedTuple):
-    """Rows on a GPU that lie in a row there, and apart in the segment.
+    """Rows that are contiguous on a GPU, and `stride` bytes from start to start in the segment.
 
-    Attributes:
-        handle: The number of the handle that opens them.
-        offset: Of the first row in what that opens, in bytes.
-        at: Offset of the first row in the segment, in bytes.
-        run: Bytes of a row.
-        rows: How many there are.
-        stride: Bytes from one row to the next in the segment.
+    The first row begins at byte `offset` of what the handle with number `handle` opens, and at byte
+    `at` of the segment. `run` is the bytes of a row.
     """
 
     handle: int
@@ -54,12 +86,7 @@ class StridedPiece(NamedTuple):
 class GpuSource(NamedTuple):
     """Memory that a trainer holds on a GPU, and where it goes.
 
-    Attributes:
-        trainer: Names whose it is.
-        device: UUID of the GPU, hexadecimal.
-        handles: Open the allocations (cuIpcGetMemHandle), hexadecimal.
-        pieces: What goes where.
-        strided: And so do these.
+    `device` (the GPU's UUID) and `handles` (cuIpcGetMemHandle) are hexadecimal.
     """
 
     trainer: str
@@ -70,30 +97,23 @@ class GpuSource(NamedTuple):
 
 
 class PatchOrder(NamedTuple):
-    """What a delta shard makes of boxes.
+    """What a delta shard of `size` bytes, of base `base_content_digest`, makes of slices.
 
-    Attributes:
-        size: Bytes of the delta shard.
-        base_content_digest: What it must name as its base.
-        kinds: Dtype and shape of every box that it may tell of, by name.
-        boxes: Those that are wanted, and where they lie in the shard.
+    `kinds` has, by name, dtype and shape of every slice that it may tell of; `slices` are those
+    wanted, and where they lie in the shard.
     """
 
     size: int
     base_content_digest: str
     kinds: Mapping[str, tuple[str, Sequence[int]]]
-    boxes: Sequence[tuple[str, BoxSpan]]
+    slices: Sequence[tuple[str, SliceSpan]]
 
 
 class ComposeOrder(NamedTuple):
-    """Which tensors of a shard a delta shard is made of.
+    """Which tensors of a shard a delta shard is made of; `shard` is the index of both.
 
-    Attributes:
-        shard: Index of both in their push.
-        base_content_digest: Of the version that the delta shard changes.
-        layout_digest: Signature of that version's tensors.
-        tensors: Name, dtype, shape, where it begins and ends in the shard, and hexadecimal digest
-            of each.
+    `tensors` has name, dtype, shape, begin and end in the shard, and hexadecimal digest of each.
+    The other two digests are of the version that the delta shard changes.
     """
 
     shard: int
@@ -107,7 +127,11 @@ _LEAST_PART, _HEADERS = 16 << 20, 512
 
 
 class FetchApi(ABC):
-    """The tasks of fetchers, one method each; `FetcherPool` gets them done."""
+    """The tasks of fetchers, one method each; `FetcherPool` gets them done.
+
+    Each may also raise FETCHER_FAILED or SHUTTING_DOWN. When one that fills a segment, or parts of
+    it, raises, these hold anything.
+    """
 
     @abstractmethod
     def _compute(
@@ -135,12 +159,7 @@ class FetchApi(ABC):
     async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
         """Return the xxh3-128 of each tensor, in the order of `model.layout.check_shard`.
 
-        Args:
-            segment: Holds the whole shard.
-            shard: Its declared sizes in bytes; the header in the segment is checked against them.
-
-        Raises:
-            WeightSyncError: SHARD_INVALID, LAYOUT_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
+        The header is checked against the sizes in `shard`.
         """
         count = self._parts(shard)
         facts = {"shard": astuple(shard)}
@@ -151,19 +170,9 @@ class FetchApi(ABC):
         blob = b"".join(await _together(asked))
         return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
 
-    async def digest_boxes(
-        self, segment: Segment, shard: ShardEntry, spans: Sequence[BoxSpan]
+    async def digest_slices(
+        self, segment: Segment, shard: ShardEntry, spans: Sequence[SliceSpan]
     ) -> list[bytes]:
-        """Return the xxh3-128 of the bytes of each box.
-
-        Args:
-            segment: Holds the whole shard.
-            shard: Its declared sizes in bytes.
-            spans: Where the boxes lie in it.
-
-        Raises:
-            WeightSyncError: FETCHER_FAILED, SHUTTING_DOWN.
-        """
         count = min(self._parts(shard), len(spans))
         with contextlib.ExitStack() as stack:
             asked = []
@@ -174,20 +183,13 @@ class FetchApi(ABC):
             blob = b"".join(await _together(asked))
         return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
 
-    async def patch_boxes(
+    async def patch_slices(
         self, segment: Segment, base: Segment, patch: Segment, order: PatchOrder
     ) -> None:
-        """Fill boxes of a segment with what a delta shard makes of them.
+        """Fill slices of a segment with what the delta shard in `patch` makes of them.
 
-        Args:
-            segment: Takes the bytes; when this raises, the boxes hold anything.
-            base: The same shard of the version that the delta shard changes.
-            patch: Holds the delta shard.
-            order: What it is and where the boxes lie.
-
-        Raises:
-            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, FETCHER_FAILED,
-                SHUTTING_DOWN.
+        `base` has the same shard of the version that is changed. Raises SHARD_INVALID,
+        DIGEST_MISMATCH or LAYOUT_INVALID.
         """
         with noted(order._asdict()) as fd:
             facts: dict[str, Any] = {"fills": True, "others": [base, patch], "source_fd": fd}
@@ -196,16 +198,9 @@ class FetchApi(ABC):
     async def compose(
         self, segment: Segment, size: int, source: Segment, order: ComposeOrder
     ) -> None:
-        """Fill a segment with the delta shard that makes tensors what they are in a shard.
+        """Fill a segment with the delta shard that makes tensors what they are in `source`.
 
-        Args:
-            segment: Takes the bytes; when this raises, it holds anything.
-            size: Those of the delta shard.
-            source: Holds the shard.
-            order: Which tensors, and what they change.
-
-        Raises:
-            WeightSyncError: FETCHER_FAILED, SHUTTING_DOWN.
+        `size` is that of the delta shard.
         """
         with noted(order._asdict()) as fd:
             facts: dict[str, Any] = {"fills": True, "others": [source], "source_fd": fd}
@@ -221,10 +216,7 @@ class FetchApi(ABC):
         """Write the first `size` bytes of a segment to the file `target`, replacing it.
 
         When this returns the file's bytes are on disk; its name is once the directory is flushed
-        (`Store.commit`). When it raises, `target` is as it was.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN.
+        (`Store.commit`). When it raises, DISK_EXHAUSTED and FAULT too, `target` is as it was.
         """
         temporary = f"{target}.{secrets.token_hex(4)}.tmp"
         await self._transfer("persist", segment, size, target=target, temporary=temporary)
@@ -234,16 +226,9 @@ class FetchApi(ABC):
     ) -> None:
         """Make bytes of a shard that is still arriving durable, so that `restore` finds them.
 
-        Args:
-            segment: Holds the shard up to `end`.
-            shard: Its name and sizes in bytes.
-            begin: End of what was kept before; 0: nothing was.
-            end: One past the last byte to keep; the header is among the first bytes kept.
-            target: The shard's file; a list lies beside it.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN; as many bytes are
-                kept as before.
+        `segment` holds the shard up to `end`; `begin` is the end of what was kept before, and still
+        is when this raises, DISK_EXHAUSTED and FAULT too. The first bytes kept include the header.
+        `target` is the shard's file.
         """
         facts = {"shard": astuple(shard), "begin": begin, "target": target}
         await self._transfer("keep", segment, end, **facts)
@@ -251,23 +236,17 @@ class FetchApi(ABC):
     async def restore(self, segment: Segment, shard: ShardEntry, source: str) -> int:
         """Fill a segment with what `keep` kept of a shard; return how many bytes are undamaged.
 
-        Raises:
-            WeightSyncError: DATA_CORRUPT when it is none; FETCHER_FAILED, SHUTTING_DOWN.
+        Raises DATA_CORRUPT when nothing can be read.
         """
         facts = {"shard": astuple(shard), "source": source}
         blob = await self._transfer("restore", segment, shard.size, fills=True, **facts)
         return int.from_bytes(blob, "big")
 
     async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
-        """Fill the first `size` bytes of a segment with a whole file.
+        """Fill the start of a segment with a whole file of exactly `size` bytes.
 
-        Args:
-            source_fd: Path, or an open descriptor, whose offset stays and which the caller closes.
-            size: Exact length of the file in bytes.
-            segment: Takes the bytes; when this raises, it holds anything.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT, FETCHER_FAILED, SHUTTING_DOWN.
+        An open descriptor keeps its offset, and the caller closes it. Raises DATA_CORRUPT when the
+        file has another length or cannot be read.
         """
         if isinstance(source_fd, str):
             await self._transfer("load", segment, size, fills=True, source=source_fd)
@@ -279,15 +258,9 @@ class FetchApi(ABC):
     ) -> CacheOutcome:
         """Fill the first `size` bytes of a segment with a shard that a cache may have, unchanged.
 
-        Args:
-            place: Of the shard in its store, which has what the cache lacks.
-            url: Of the shard in the cache.
-            pieces: Prove what comes from there.
-            size: Exact length of the shard in bytes.
-            segment: Takes the bytes; when this raises, it holds anything.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT, FAULT, FETCHER_FAILED, SHUTTING_DOWN.
+        `place` is in the shard's store, which has what the cache lacks; `url` is in the cache.
+        `pieces` prove what comes from the cache. `size` is the exact length of the shard. Raises
+        DATA_CORRUPT and FAULT, too.
         """
         with noted({"url": url, "pieces": pieces.to_json()}) as fd:
             facts: dict[str, Any] = {"fills": True, "source": place, "source_fd": fd}
@@ -297,15 +270,9 @@ class FetchApi(ABC):
     async def collect(self, segment: Segment, source: GpuSource) -> None:
         """Fill parts of a segment with memory that another process holds on a GPU.
 
-        What was opened for that is closed once nothing is copied for the same trainer.
-
-        Args:
-            segment: Takes the bytes; when this raises, the parts hold anything.
-            source: Where they are.
-
-        Raises:
-            WeightSyncError: NOT_SUPPORTED: that memory cannot be opened here; nothing was written.
-                REQUEST_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
+        What was opened for that is closed once nothing is copied for the same trainer. Raises
+        NOT_SUPPORTED when the memory cannot be opened here, with nothing written, and
+        REQUEST_INVALID.
         """
         with noted(source._asdict()) as fd:
             # Never again: what a device failed at once, it fails at again.
@@ -313,11 +280,6 @@ class FetchApi(ABC):
             await self._compute("collect", segment, segment.capacity, **how)
 
     async def copy(self, source: Segment, size: int, segment: Segment) -> None:
-        """Fill the first `size` bytes of a segment with those of another one.
-
-        Raises:
-            WeightSyncError: FETCHER_FAILED, SHUTTING_DOWN; the segment holds anything.
-        """
         await self._compute("copy", segment, size, fills=True, others=[source])
 
     async def inspect(
@@ -325,14 +287,9 @@ class FetchApi(ABC):
     ) -> tuple[DeltaHeader, list[TensorDelta]]:
         """Prove that a delta shard is whole; return what it is of, and what it changes.
 
-        Args:
-            layout: Holds the canonical layout, from `weightsync_server.deltas`.
-            shard: Declared sizes of the delta shard in bytes.
-            source: Where it lies: a segment, or the path of a file.
-
-        Raises:
-            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, DATA_CORRUPT,
-                FETCHER_FAILED, SHUTTING_DOWN.
+        `layout` holds the canonical layout. `shard` has the declared sizes of the delta shard, and
+        `source` is its segment or the path of its file. Raises SHARD_INVALID, DIGEST_MISMATCH,
+        LAYOUT_INVALID or DATA_CORRUPT.
         """
         facts = {"delta": astuple(shard), **_place(source)}
         blob = await self._compute("inspect", layout, layout.capacity, **facts)
@@ -346,19 +303,10 @@ class FetchApi(ABC):
         shard: ShardEntry,
         source: Segment | str,
     ) -> None:
-        """Change a canonical shard, which holds the base, as a delta shard tells.
+        """Change the canonical shard `index`, which holds the base, as a delta shard tells.
 
         Never tried again when a fetcher is lost: a change of changed bytes would be another one.
-
-        Args:
-            segment: Holds the canonical shard.
-            index: Index of that shard in the layout.
-            layout: As in `inspect`, and so are
-            shard: and
-            source: the delta shard.
-
-        Raises:
-            WeightSyncError: As `inspect`; the segment may be changed in part.
+        The other arguments are as in `inspect`.
         """
         facts = {"delta": astuple(shard), "index": index, **_place(source, layout)}
         await self._compute("patch", segment, segment.capacity, fills=True, again=False, **facts)

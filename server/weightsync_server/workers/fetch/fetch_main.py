@@ -1,7 +1,7 @@
 """A fetcher process: `python -m weightsync_server.workers.fetch.fetch_main FD`.
 
-The main thread only reads messages, so that the end of the server, a cancellation or a sign of life
-is never held up by a task; tasks run in threads, and what they do releases the GIL.
+The main thread only reads messages, so that no task holds up a cancellation or a sign of life;
+tasks run in threads, and what they do releases the GIL.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import ShardEntry
-from weightsync.wire import child_end, frames
+from weightsync.wire import child_channel
 from weightsync_server.ops.os_errors import read_fault, write_fault
 from weightsync_server.store.objects.object_keys import is_location
-from weightsync_server.workers.fetch import checkpoint_tasks, shard_tasks
+from weightsync_server.workers.fetch import shard_tasks
 from weightsync_server.workers.runtime.mappings import MAX_MAPS, Maps
 
 if TYPE_CHECKING:
     from weightsync_server.workers.fetch.gpu_copy import Opened, Registered
 
-__all__ = ["main"]
 
 _OF_DELTAS = ("copy", "inspect", "patch")
 
@@ -41,10 +40,10 @@ class _Child:
         self._stops: dict[int, threading.Event] = {}
 
     def serve(self) -> None:
-        child_end.begin(self._sock)
+        child_channel.begin(self._sock)
         self._send({"op": "ready"})
         while True:
-            request, fds = frames.receive(self._sock)
+            request, fds = child_channel.receive(self._sock)
             op = request["op"]
             if op == "cancel":
                 stop = self._stops.get(request["task"])
@@ -63,7 +62,7 @@ class _Child:
 
     def _send(self, document: dict[str, Any], blob: bytes = b"") -> None:
         with self._send_lock:
-            self._sock.sendall(frames.encode(document, blob))
+            self._sock.sendall(child_channel.encode(document, blob))
 
     def _run(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> None:
         answer: dict[str, Any] = {"id": request["id"]}
@@ -127,20 +126,17 @@ class _Child:
         if "shard" in request:
             return _on_shard(request, view, stop)
         if op == "boxes":
-            # Not at the top: numpy is only for who gets boxes.
-            from weightsync_server.workers.fetch import box_tasks
-
-            return box_tasks.digest(view, fds[0], stop)
+            return shard_tasks.digest_slices(view, fds[0], stop)
         if op == "patch_boxes":
-            # Nor is the codec for any but who gets deltas.
-            from weightsync_server.workers.fetch import box_patches
+            # Not at the top: the codec is only for who gets deltas.
+            from weightsync_server.workers.fetch import delta_tasks
 
-            box_patches.patch(view, views[1], views[2], fds[0], stop)
+            delta_tasks.patch_slices(view, views[1], views[2], fds[0], stop)
             return b""
         if op == "compose":
-            from weightsync_server.workers.fetch import part_deltas
+            from weightsync_server.workers.fetch import delta_tasks
 
-            part_deltas.compose(view, views[1], fds[0], stop)
+            delta_tasks.compose(view, views[1], fds[0], stop)
             return b""
         if op == "collect":
             self._collect(view, fds[0], stop)
@@ -197,7 +193,7 @@ class _Child:
         with self._send_lock:
             registered = self._registered = self._registered or gpu_copy.Registered()
             opened = self._opened = self._opened or gpu_copy.Opened()
-        gpu_copy.collect(view, gpu_copy.read_order(fd), registered, opened, stop)
+        gpu_copy.collect(view, gpu_copy.read_source(fd), registered, opened, stop)
 
     def _let_go(self, view: memoryview) -> None:
         if self._registered is not None:
@@ -223,10 +219,10 @@ def _on_shard(request: dict[str, Any], view: memoryview, stop: threading.Event) 
     if request["op"] == "digest":
         return shard_tasks.digest(view, shard, request["part"], stop)
     if request["op"] == "keep":
-        checkpoint_tasks.keep(view, shard, request["begin"], request["target"], stop)
+        shard_tasks.keep(view, shard, request["begin"], request["target"], stop)
         return b""
     if request["op"] == "restore":
-        return checkpoint_tasks.restore(view, shard, request["source"], stop).to_bytes(8, "big")
+        return shard_tasks.restore(view, shard, request["source"], stop).to_bytes(8, "big")
     raise ValueError(f"unknown op {request['op']!r}")
 
 
@@ -262,8 +258,7 @@ def _raise_limit() -> None:
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the only argument until the server is gone."""
-    sock = child_end.connect()
+    sock = child_channel.connect()
     _raise_limit()
     try:
         _Child(sock).serve()

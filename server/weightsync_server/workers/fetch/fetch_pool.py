@@ -1,26 +1,129 @@
-"""The fetcher pool: keeps N fetcher processes alive and gives them work."""
+"""The fetcher pool: keeps N fetcher processes alive and gives them the tasks that wait."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import os
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops.os_errors import write_fault
+from weightsync_server.ops.tasks import to_end
 from weightsync_server.workers.fetch.fetch_api import FetchApi
-from weightsync_server.workers.fetch.task_queue import Task, TaskQueue
-from weightsync_server.workers.runtime.child_process import Program, Unsent
+from weightsync_server.workers.runtime.child_process import ChildProcess, ChildUnsentError, Program
 from weightsync_server.workers.runtime.process_pool import ProcessPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
     from weightsync.shm.segments import Segment
-    from weightsync_server.workers.runtime.child_process import ChildProcess
 
-__all__ = ["FetcherPool"]
+
+_order = itertools.count()
+
+
+class Task:
+    """One piece of work on the first `size` bytes of a segment.
+
+    `timeout_s` is the deadline of one attempt. If `fills`, the fetcher writes into the segment;
+    else it gets it, like `others` and `source_fd`, to read only. If `again`, the task may be tried
+    again when a fetcher is lost over it; `attempts` counts these. `cancelled` is set when the
+    caller no longer wants the result.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        segment: Segment,
+        size: int,
+        timeout_s: float,
+        *,
+        fills: bool = False,
+        others: Sequence[Segment] = (),
+        source_fd: int | None = None,
+        again: bool = True,
+        **facts: Any,
+    ) -> None:
+        self.document: dict[str, Any] = {"op": op, "size": size, "fills": fills, **facts}
+        self.document["segments"] = [(s.id, s.capacity) for s in (segment, *others)]
+        self.again = again
+        self.timeout_s = timeout_s
+        self.attempts = 0
+        self.result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.cancelled = asyncio.Event()
+        self.running = False
+        self._segment = segment
+        self._fills = fills
+        self._others = others
+        self._source_fd = source_fd
+        self._order = next(_order)
+
+    def __lt__(self, other: Task) -> bool:
+        """Earlier tasks come first; a task that is tried again keeps its place."""
+        return self._order < other._order
+
+    @contextlib.contextmanager
+    def lend_fds(self) -> Iterator[list[int]]:
+        """Lend the descriptors to send: only who fills a segment gets a writable one."""
+        with contextlib.ExitStack() as opened:
+
+            def read_only(segment: Segment) -> int:
+                fd = segment.read_only_fd()
+                opened.callback(os.close, fd)
+                return fd
+
+            fds = [self._segment.fd if self._fills else read_only(self._segment)]
+            fds += [read_only(other) for other in self._others]
+            yield fds if self._source_fd is None else [*fds, self._source_fd]
+
+    def answer(self, document: dict[str, Any], blob: bytes) -> None:
+        if self.cancelled.is_set():
+            self.result.cancel()
+        elif "reason" in document:
+            self.fail(WeightSyncError(Reason(document["reason"]), document["error"]))
+        elif not self.result.done():
+            self.result.set_result(blob)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+            self.result.exception()  # retrieved here: its caller may be gone
+
+    async def outcome(self) -> bytes:
+        """Wait for the end of the task, also when cancelled: afterwards nobody is at it."""
+        return await to_end(self.result, self._cancel)
+
+    def _cancel(self) -> None:
+        self.cancelled.set()
+        if not self.running:
+            self.result.cancel()
+
+
+class TaskQueue(asyncio.PriorityQueue[Task]):
+    """Fetchers take from it when they are free, so that work balances by its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting = 0
+
+    @property
+    def backlog(self) -> int:
+        """Tasks that lie here until a fetcher has done what it is at."""
+        return max(0, self.qsize() - self._waiting)
+
+    async def get(self) -> Task:
+        self._waiting += 1
+        try:
+            return await super().get()
+        finally:
+            self._waiting -= 1
+
+    def fail_all(self, error: Callable[[], BaseException]) -> None:
+        while not self.empty():
+            self.get_nowait().fail(error())
+
 
 #: Fetchers that a task may cost before it is given up.
 _MAX_ATTEMPTS = 3
@@ -31,16 +134,12 @@ class FetcherPool(ProcessPool, FetchApi):
     """Keeps `count` processes that digest, write, read and change shards.
 
     A task either has its whole effect or raises; once its method has returned or raised, also by
-    cancellation, no fetcher touches the segment or the file for it any more. A fetcher that dies
-    is replaced and its task tried again. Every method belongs to the event loop's thread.
+    cancellation, no fetcher touches the segment or the file for it any more. A fetcher that dies is
+    replaced and its task tried again. Every method belongs to the event loop's thread.
 
-    Args:
-        count: Processes; each digests one shard and reads or writes one file at a time.
-        ready_timeout_s: Deadline of a process's start and of its signs of life, in seconds.
-        on_restart: Called whenever a process has been lost.
-        task_timeout_s: Seconds that any task may take,
-        min_bytes_per_s: and per second of more, the bytes that it must move.
-        heartbeat_s: Seconds between two signs of life.
+    Each process digests one shard and reads or writes one file at a time. `ready_timeout_s` bounds
+    its start and its signs of life. Any task may take `task_timeout_s`, and one second more for
+    each `min_bytes_per_s` bytes.
     """
 
     def __init__(
@@ -70,7 +169,6 @@ class FetcherPool(ProcessPool, FetchApi):
         self._fail_all(_shutting_down)
 
     def warm(self) -> None:
-        """Have every process get ready for deltas, so that the first one is not slow."""
         for member in self._members.values():
             member.warm()
 
@@ -101,14 +199,12 @@ class FetcherPool(ProcessPool, FetchApi):
         return task.outcome()
 
     def _time_for(self, size: int) -> float:
-        """Return the seconds that a task may take which moves so many bytes."""
         return self._task_timeout_s + size / self._min_bytes_per_s
 
     def _lanes(self, process: ChildProcess) -> Sequence[Coroutine[Any, Any, None]]:
         return [self._lane(process, queue) for queue in (self._digests, self._files)]
 
     async def _left(self, process: ChildProcess) -> None:
-        """Try again what the process had not finished."""
         for queue, task in self._unfinished.pop(process, []):
             await self._try_again(queue, task)
 
@@ -130,7 +226,7 @@ class FetcherPool(ProcessPool, FetchApi):
                     answer = await process.call(task.document, fds, task.timeout_s, task.cancelled)
             except OSError as error:
                 task.fail(write_fault(error, "handing a segment to a fetcher"))
-            except Unsent:
+            except ChildUnsentError:
                 # No attempt, and nothing to clear away.
                 task.running = False
                 queue.put_nowait(task)

@@ -1,30 +1,34 @@
-"""What a collector does with a segment: fill it from the memory of a trainer's GPU.
+"""A collector, and its process: it fills segments from the memory of a trainer's GPU.
 
-Its mappings are registered with CUDA once and stay so while the segments are reused: for memory
-that a trainer writes to itself that cannot be, because a mapping is a writer.
+Its mappings stay registered with CUDA while segments are reused, except for memory that a trainer
+writes to itself, because a mapping is a writer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import heapq
 import itertools
+import logging
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.gpu.ipc import DeviceError, device_of
-from weightsync.wire.notes import read_note
-from weightsync_server.workers.fetch.fetch_api import StridedPiece
+from weightsync.gpu.ipc import Device, DeviceError, Stream, device_of
+from weightsync.wire.child_channel import read_note
+from weightsync_server.workers.fetch.fetch_api import GpuSource, StridedPiece
+from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 from weightsync_server.workers.fetch.shard_tasks import BrokenError, look
+from weightsync_server.workers.runtime.child_process import ChildProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from weightsync.shm.segments import Segment
 
-    from weightsync.gpu.ipc import Device, Stream
-    from weightsync_server.workers.fetch.fetch_api import Piece
 
-__all__ = ["Opened", "Order", "Registered", "collect", "read_order"]
+logger = logging.getLogger(__name__)
+
 
 #: Copies at once: while some run, the memory of the next is opened. With three, which all use the
 #: bus and so end together, it stood idle for a seventh of the time.
@@ -35,31 +39,9 @@ _STEP, _LOOK_S = 64 << 20, 0.25
 _MOST_STRIDE = (1 << 31) - 1
 
 
-class Order(NamedTuple):
-    """What is to be copied.
-
-    Attributes:
-        trainer: Names whose memory it is.
-        uuid: Of the device.
-        handles: Open the allocations.
-        pieces: What goes where.
-        strided: And so do these.
-    """
-
-    trainer: str
-    uuid: bytes
-    handles: Sequence[bytes]
-    pieces: Sequence[Piece]
-    strided: Sequence[StridedPiece] = ()
-
-
-def read_order(fd: int) -> Order:
-    """Return what `FetchApi.collect` has noted in a file."""
-    document = read_note(fd)
-    handles = [bytes.fromhex(handle) for handle in document["handles"]]
-    strided = [StridedPiece(*piece) for piece in document["strided"]]
-    uuid = bytes.fromhex(document["device"])
-    return Order(document["trainer"], uuid, handles, document["pieces"], strided)
+def read_source(fd: int) -> GpuSource:
+    source = GpuSource(**read_note(fd))
+    return source._replace(strided=[StridedPiece(*piece) for piece in source.strided])
 
 
 class Registered:
@@ -69,17 +51,11 @@ class Registered:
         self._devices: dict[int, Device] = {}
 
     def add(self, device: Device, view: memoryview) -> None:
-        """Register a whole mapping, once.
-
-        Raises:
-            DeviceError: CUDA refused.
-        """
         if id(view.obj) not in self._devices:
             device.register(view)
             self._devices[id(view.obj)] = device
 
     def drop(self, view: memoryview) -> None:
-        """Let go of a mapping that is about to be unmapped."""
         device = self._devices.pop(id(view.obj), None)
         if device is not None:
             with contextlib.suppress(DeviceError):
@@ -89,12 +65,9 @@ class Registered:
 class Opened:
     """Allocations of other processes, open while anything of the same trainer is to be copied.
 
-    To close one waits for every copy under way on its device, so that closing each shard's kept the
-    bus idle for a tenth of a push. Once all copies for a trainer have ended none of its allocations
-    is open, and it may free them. Any thread may call.
-
-    Args:
-        at_once: How many copies.
+    Closing one waits for every copy under way on its device: closing them after each shard kept the
+    bus idle for a tenth of a push. Once all copies for a trainer have ended, none is open, and it
+    may free them. Any thread may call. At most `at_once` copies run at a time.
     """
 
     def __init__(self, at_once: int = _AT_ONCE) -> None:
@@ -112,16 +85,8 @@ class Opened:
     def of(self, trainer: str, stop: threading.Event) -> Iterator[_Loan]:
         """Lend what opens allocations of a trainer, for one copy, when that has its turn.
 
-        Trainers have turns one after the other: of a shard that several bring the parts come
-        together, and it is proved while the next is copied. One that comes later has its first turn
-        after those that wait for their next: nobody overtakes by a new name.
-
-        Args:
-            trainer: Whose memory it is.
-            stop: Set when nobody wants the copy any more.
-
-        Raises:
-            Cancelled: Nobody wanted it before its turn.
+        Trainers take turns, so that the parts of a shard that several bring come together. One that
+        comes later has its first turn after those that wait for their next.
         """
         with self._lock:
             loan = self._loans.get(trainer)
@@ -170,11 +135,7 @@ class _Turn(NamedTuple):
 class _Loan:
     """What is open of one trainer.
 
-    Args:
-        number: Of its first copy.
-
-    Attributes:
-        users: Copies that wait or run.
+    `number` is that of its first copy. `users` counts the copies that wait or run.
     """
 
     def __init__(self, number: int) -> None:
@@ -185,15 +146,10 @@ class _Loan:
         self._places: dict[tuple[Device, bytes], tuple[int, int]] = {}
 
     def next_number(self) -> int:
-        """Return the number of one more copy."""
         return next(self._numbers)
 
     def open(self, device: Device, handle: bytes) -> tuple[int, int]:
-        """Return address and size of what a handle opens.
-
-        Raises:
-            DeviceError: It opens nothing here.
-        """
+        """Return address and size of what a handle opens; a DeviceError: it opens nothing here."""
         with self._lock:
             place = self._places.get((device, handle))
             if place is None:
@@ -206,44 +162,39 @@ class _Loan:
 
 
 def collect(
-    view: memoryview, order: Order, registered: Registered, opened: Opened, stop: threading.Event
+    view: memoryview,
+    source: GpuSource,
+    registered: Registered,
+    opened: Opened,
+    stop: threading.Event,
 ) -> None:
     """Fill parts of a segment from allocations of another process on a GPU.
 
-    Args:
-        view: The whole mapping of the segment.
-        order: What goes where.
-        registered: Keeps the mapping known to the device.
-        opened: Keeps what was opened for other copies of the same trainer.
-        stop: Set when the server no longer wants it.
-
-    Raises:
-        WeightSyncError: NOT_SUPPORTED where the memory cannot be reached from here; REQUEST_INVALID
-            for a piece that lies outside of it.
-        BrokenError: The device failed.
-        Cancelled: The server no longer wants it.
+    `view` is the whole mapping, which `registered` keeps known to the device. Raises NOT_SUPPORTED
+    when the memory cannot be reached from here, REQUEST_INVALID for a piece outside of it, and
+    BrokenError when the device failed.
     """
-    with opened.of(order.trainer, stop) as loan:
+    with opened.of(source.trainer, stop) as loan:
         look(stop)
         try:
-            device = device_of(order.uuid)
+            device = device_of(bytes.fromhex(source.device))
             registered.add(device, view)
-            places = [loan.open(device, handle) for handle in order.handles]
+            places = [loan.open(device, bytes.fromhex(handle)) for handle in source.handles]
         except DeviceError as error:
             raise WeightSyncError(
                 Reason.NOT_SUPPORTED, f"the trainer's GPU memory cannot be opened here: {error}"
             ) from error
         sizes = [size for _, size in places]
-        for number, offset, at, size in order.pieces:
+        for number, offset, at, size in source.pieces:
             _check(offset + size, sizes[number], at + size, view.nbytes)
-        for piece in order.strided:
+        for piece in source.strided:
             end = piece.at + (piece.rows - 1) * piece.stride + piece.run
             _check(piece.offset + piece.rows * piece.run, sizes[piece.handle], end, view.nbytes)
         try:
             with device.stream() as stream:
-                for number, offset, at, size in order.pieces:
+                for number, offset, at, size in source.pieces:
                     _copy(stream, view[at : at + size], places[number][0] + offset, stop)
-                for piece in order.strided:
+                for piece in source.strided:
                     _copy_rows(stream, view, piece, places[piece.handle][0] + piece.offset, stop)
         except DeviceError as error:
             raise BrokenError(
@@ -282,3 +233,54 @@ def _copy(stream: Stream, view: memoryview, source: int, stop: threading.Event) 
         stream.copy(piece, source + at)
         if len(view) > _STEP:
             stream.wait()
+
+
+#: Copies that the process knows of: it keeps open what any of them needs, and has them take turns.
+_KNOWN = 64
+#: A bus is a hundred times as fast; what takes longer is stuck, and its trainer waits for it.
+_MIN_BYTES_PER_S = 100e6
+
+
+class GpuFetchPool(FetcherPool):
+    """Fills segments from GPUs, by one process for each GPU that it has used.
+
+    Each has a CUDA context, which takes about half a gigabyte of the GPU.
+    """
+
+    def __init__(self, on_restart: Callable[[], None] = lambda: None) -> None:
+        super().__init__(1, on_restart=on_restart, min_bytes_per_s=_MIN_BYTES_PER_S)
+        self._starting = asyncio.Lock()
+        self._closed = False
+        #: Bytes of the copies that wait or run.
+        self._load = 0
+
+    async def collect(self, segment: Segment, source: GpuSource) -> None:
+        async with self._starting:
+            if not self._running and not self._closed:
+                await self._start()
+        self._load += segment.capacity
+        try:
+            await super().collect(segment, source)
+        finally:
+            self._load -= segment.capacity
+
+    async def close(self) -> None:
+        """End the process for good, also one that is being started."""
+        self._closed = True
+        async with self._starting:
+            await self.stop()
+
+    def _time_for(self, size: int) -> float:
+        # The process has a copy before that has its turn.
+        return super()._time_for(max(size, self._load))
+
+    async def _start(self) -> None:
+        try:
+            await self.start()
+        except WeightSyncError as error:
+            logger.warning("nothing is copied from trainers' GPUs: %s", error.message)
+            # Nothing was written, so the trainer can do it.
+            raise WeightSyncError(Reason.NOT_SUPPORTED, error.message) from error
+
+    def _lanes(self, process: ChildProcess) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._lane(process, self._digests) for _ in range(_KNOWN)]

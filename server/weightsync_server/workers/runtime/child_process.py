@@ -1,4 +1,4 @@
-"""One child as the server sees it: started, asked, watched, ended."""
+"""One child as the server sees it: started, asked, watched by its signs of life, ended."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire import frames
+from weightsync.wire import child_channel
 from weightsync_server.ops.tasks import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
-__all__ = ["ChildProcess", "Gone", "Program", "Unsent"]
 
 logger = logging.getLogger(__name__)
+
 
 #: Seconds that a child gets to end after SIGTERM, and the kernel after SIGKILL.
 _TERM_S = 2.0
@@ -32,26 +31,20 @@ _KILL_S = 5.0
 _Answer = tuple[dict[str, Any], bytes]
 
 
-class Gone(Exception):  # noqa: N818 - the caller retries
+class ChildGoneError(Exception):
     """The process died or was killed because it answered too late; the task may be retried."""
 
 
-class Unsent(Gone):
+class ChildUnsentError(ChildGoneError):
     """The process was gone before it was asked: it has seen nothing of the task."""
 
 
 class Program(NamedTuple):
-    """What runs in a child.
+    """What runs in a child: `module`, with the number of its descriptor as argument.
 
-    Attributes:
-        name: What it is called, such as "fetcher".
-        module: Its module, which is run with the number of its descriptor.
-        failed: Why it is refused what a process is needed for that does not start.
-        python: The interpreter; "": that of the server.
-        environment: Its variables; None: those of the server.
-        output: Where its standard output goes, as subprocess takes it.
-        remedy: What helps where it cannot be started.
-        slow_remedy: What helps where it is not ready in time; "": the same.
+    `failed` is the reason of the refusal where the program is needed and does not start. An empty
+    `python` and an `environment` of None are those of the server. `remedy` helps where it cannot be
+    started, `slow_remedy` ("": the same) where it is not ready in time.
     """
 
     name: str
@@ -117,12 +110,10 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 
 class ChildProcess:
-    """A running child. Every method belongs to the event loop's thread.
+    """A running child; its methods belong to the event loop's thread.
 
-    Attributes:
-        dead: Set once the process answers no more.
-        ready: What it said when it was ready.
-        ended_for: Why this server has ended it, as the end of a sentence; "": it has not.
+    `dead` is set once the process answers no more. `ready` is what it said when it was ready.
+    `ended_for` is why this server has ended it, as the end of a sentence, or "".
     """
 
     def __init__(
@@ -146,12 +137,10 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """How it has ended, as subprocess tells it; None: it has not."""
         return self._process.returncode
 
     @classmethod
@@ -165,17 +154,9 @@ class ChildProcess:
     ) -> ChildProcess:
         """Return a child that is ready; a failed start leaves nothing behind.
 
-        Args:
-            program: What to run.
-            executor: Threads that outlive the process: the kernel kills it with the thread that
-                started it (PR_SET_PDEATHSIG).
-            ready_timeout_s: Deadline of the handshake in seconds.
-            facts: What it needs to know to begin.
-            on_notice: Called with what it says without being asked; raises ValueError when that
-                is nonsense, and the child is killed.
-
-        Raises:
-            WeightSyncError: The program's `failed`, or what the child told that it lacks.
+        The threads of `executor` must outlive the process: the kernel kills it with the thread that
+        started it (PR_SET_PDEATHSIG). `on_notice` is called with what the child says unasked; it
+        raises ValueError when that is nonsense, and the child is killed.
         """
         process, sock = await _spawned(program, executor)
         self = cls(program, process, sock, on_notice)
@@ -203,15 +184,10 @@ class ChildProcess:
     ) -> _Answer:
         """Ask and wait for the answer; a child that misses the deadline is killed.
 
-        Args:
-            document: The task; an `id` is added.
-            fds: Descriptors to send along; the caller closes its own.
-            timeout_s: Deadline in seconds; None: there is none.
-            cancelled: Once set, the child is asked to stop; its answer is still waited for, so
-                that afterwards it touches neither segment nor file.
-
-        Raises:
-            Gone: There will be no answer. Unsent, where it was not even asked.
+        The caller closes its own `fds`. A `timeout_s` of None is no deadline. Once `cancelled` is
+        set, the child is asked to stop; its answer is still waited for, so that afterwards it
+        touches neither segment nor file. Raises ChildGoneError when there will be no answer,
+        ChildUnsentError when the child was not even asked.
         """
         task = next(self._ids)
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
@@ -232,7 +208,7 @@ class ChildProcess:
             )
             self.ended_for = f"did not answer for {timeout_s:g} s, and was ended"
             self.kill()
-            raise Gone from error
+            raise ChildGoneError from error
         finally:
             del self._pending[task]
             if watch is not None:
@@ -241,41 +217,37 @@ class ChildProcess:
     def _cancel(self, task: int) -> None:
         try:
             self._send({"op": "cancel", "task": task})
-        except Unsent as error:
+        except ChildUnsentError as error:
             # This message; the task itself it has seen.
-            raise Gone from error
+            raise ChildGoneError from error
 
     async def watch(self) -> None:
-        """Wait until the process answers no more.
-
-        Raises:
-            Gone: It does not.
-        """
         await self.dead.wait()
-        raise Gone
+        raise ChildGoneError
 
     def kill(self) -> None:
-        """End it at once; who waits for it gets `Gone`."""
+        """End it at once; who waits for it gets `ChildGoneError`."""
         self._process.kill()
         self._end()
 
     async def close(self, executor: Executor) -> None:
-        """End it, TERM then KILL, and wait until the kernel has forgotten it."""
         self._end()
         try:
             await in_thread(_reap, self._process, executor=executor)
         finally:
             if self._reading is not None:
                 self._reading.cancel()
-            await frames.hang_up(self._writer, self._sock)
+            await child_channel.hang_up(self._writer, self._sock)
 
     async def _greet(self, facts: Mapping[str, Any]) -> None:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock, limit=1 << 20)
-        hello, _ = await frames.read(reader)
-        if hello["protocol"] != frames.PROTOCOL:
-            raise ValueError(f"it speaks protocol {hello['protocol']}, not {frames.PROTOCOL}")
+        hello, _ = await child_channel.read(reader)
+        if hello["protocol"] != child_channel.PROTOCOL:
+            raise ValueError(
+                f"it speaks protocol {hello['protocol']}, not {child_channel.PROTOCOL}"
+            )
         self._send({"op": "start", "parent": os.getpid(), **facts})
-        self.ready, _ = await frames.read(reader)
+        self.ready, _ = await child_channel.read(reader)
         if "error" in self.ready:
             metadata = self.ready.get("metadata")
             raise WeightSyncError(
@@ -287,20 +259,20 @@ class ChildProcess:
         # Past the transport, which cannot send descriptors and never writes by itself. At most
         # one small message per lane is under way, so a full socket means a stuck child.
         if self.dead.is_set() or self._sock.fileno() < 0:
-            raise Unsent
-        data = frames.encode(document)
+            raise ChildUnsentError
+        data = child_channel.encode(document)
         try:
             sent = socket.send_fds(self._sock, [data], list(fds))
         except (BlockingIOError, ConnectionError):
             sent = 0
         if sent != len(data):
             self.kill()
-            raise Gone if sent else Unsent
+            raise ChildGoneError if sent else ChildUnsentError
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                document, blob = await frames.read(reader)
+                document, blob = await child_channel.read(reader)
                 if "id" not in document:
                     self._on_notice(document)
                     continue
@@ -320,7 +292,7 @@ class ChildProcess:
         self.dead.set()
         for future in self._pending.values():
             if not future.done():
-                future.set_exception(Gone())
+                future.set_exception(ChildGoneError())
                 future.exception()  # retrieved here: its waiter may have been cancelled
 
 
@@ -329,3 +301,60 @@ def _failed(program: Program, what: str, remedy: str = "") -> WeightSyncError:
     return WeightSyncError(
         program.failed, f"{article} {program.name} process {what}; {remedy or program.remedy}"
     )
+
+
+#: Segment ids in one message, which must fit into the socket's buffer at once.
+_BATCH = 1000
+
+
+class Heartbeat:
+    """Asks a child for a sign of life every `heartbeat_s`; silent for `timeout_s`, it is killed."""
+
+    def __init__(self, process: ChildProcess, heartbeat_s: float, timeout_s: float) -> None:
+        self._process = process
+        self._heartbeat_s = heartbeat_s
+        self._timeout_s = timeout_s
+        self._wanted = asyncio.Event()
+        self._warm = False
+        self._forgetting: dict[str, asyncio.Future[None]] = {}
+
+    def forget(self, segment_id: str) -> asyncio.Future[None]:
+        """Have the child unmap a segment; the result tells when it has, or has died."""
+        if segment_id not in self._forgetting:
+            self._forgetting[segment_id] = asyncio.get_running_loop().create_future()
+        self._wanted.set()
+        return self._forgetting[segment_id]
+
+    def warm(self) -> None:
+        self._warm = True
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Tend the child until it is gone, then raise `ChildGoneError`."""
+        while True:
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._wanted.wait()
+            except TimeoutError:
+                pass
+            self._wanted.clear()
+            batch = list(self._forgetting.items())[:_BATCH]
+            request = {"op": "tend", "forget": [name for name, _ in batch], "warm": self._warm}
+            self._warm = False
+            await self._process.call(request, (), self._timeout_s)
+            for name, done in batch:
+                del self._forgetting[name]
+                _settle(done)
+            if self._forgetting:
+                self._wanted.set()
+
+    def end(self) -> None:
+        """Settle what is open: the mappings have gone with the process."""
+        for done in self._forgetting.values():
+            _settle(done)
+        self._forgetting.clear()
+
+
+def _settle(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)

@@ -1,8 +1,7 @@
 """The segments that a child holds mapped.
 
-Mapping costs 25 to 130 ms per GiB and segments are reused from version to version, so mappings are
-kept. They also keep the memory of a retired segment from being freed, so the server tells when one
-is gone.
+Mapping costs 25 to 130 ms per GiB, so mappings are kept until the server tells that a segment is
+gone: they keep its memory from being freed.
 """
 
 from __future__ import annotations
@@ -12,12 +11,7 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-__all__ = ["MAX_MAPS", "Maps"]
+from collections.abc import Callable, Iterator
 
 #: Mappings that a child keeps; each holds a descriptor too.
 MAX_MAPS = 1024
@@ -44,11 +38,8 @@ class _Entry:
 class Maps:
     """Mappings by segment id, kept until forgotten or until `limit` others were used since.
 
-    A mapping in use is never unmapped under its user: the last user unmaps it.
-
-    Args:
-        limit: Mappings to keep.
-        before_unmapping: Called with what is about to be unmapped.
+    A mapping in use is unmapped by its last user. `before_unmapping` is called with what is about
+    to be unmapped.
     """
 
     def __init__(
@@ -62,19 +53,11 @@ class Maps:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
-        """Mappings kept."""
         return len(self._entries)
 
     @contextlib.contextmanager
     def use(self, name: str, fd: int, capacity: int, *, writable: bool) -> Iterator[memoryview]:
-        """Lend the view of a segment, mapping it where needed. `fd` is closed in any case.
-
-        Args:
-            name: Segment id.
-            fd: Its descriptor.
-            capacity: Its size in bytes.
-            writable: Whether the view must be writable.
-        """
+        """Lend the view of a segment, mapping it where needed. `fd` is closed in any case."""
         try:
             entry = self._enter(name, fd, capacity, writable=writable)
         finally:

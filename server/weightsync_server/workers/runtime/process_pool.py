@@ -1,23 +1,22 @@
-"""A crew: so many children of one program, each in a place of its own, replaced when lost."""
+"""So many children of one program, each in a place of its own, replaced when lost."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from weightsync.backoff import backoff_s
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops.tasks import to_end
-from weightsync_server.workers.runtime.child_process import ChildProcess, Gone
-from weightsync_server.workers.runtime.heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
-
-    from weightsync_server.workers.runtime.child_process import Program
-
-__all__ = ["ProcessPool"]
+from weightsync_server.workers.runtime.child_process import (
+    ChildGoneError,
+    ChildProcess,
+    Heartbeat,
+    Program,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +29,9 @@ _SHORT_LIFE_S = 1.0
 class ProcessPool:
     """Keeps `count` children running; a silent one is killed, a lost one is replaced.
 
-    What a child does for the server is said by who derives from this. Every method belongs to the
-    event loop's thread.
-
-    Args:
-        program: What each runs.
-        count: How many.
-        ready_timeout_s: Deadline of a start, and of a sign of life, in seconds.
-        heartbeat_s: Seconds between two signs of life.
-        alive_timeout_s: Deadline of a sign of life where it is another than that of a start.
-        most_backoff_s: Longest wait between two starts of which the first failed, in seconds.
+    Every method belongs to the event loop's thread. `ready_timeout_s` is the deadline of a start
+    and, unless `alive_timeout_s` is given, of a sign of life. `most_backoff_s` is the longest wait
+    between two starts of which the first failed.
     """
 
     def __init__(
@@ -65,7 +57,6 @@ class ProcessPool:
     # Of who derives from this.
 
     def _facts(self, place: int) -> Mapping[str, Any]:  # noqa: ARG002 - for who derives
-        """Return what the child of a place needs to know to begin."""
         return {}
 
     def _lanes(
@@ -76,11 +67,7 @@ class ProcessPool:
         return ()
 
     def _heard(self, notice: dict[str, Any]) -> None:
-        """A child tells something without being asked.
-
-        Raises:
-            ValueError: Nobody expects that; the child is killed.
-        """
+        """A child tells something unasked; ValueError: nobody expects that, and it is killed."""
         raise ValueError(f"a notice that nobody expects: {notice}")
 
     async def _left(self, process: ChildProcess) -> None:
@@ -99,20 +86,14 @@ class ProcessPool:
 
     @property
     def alive(self) -> int:
-        """Processes that are ready."""
         return len(self._members)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the processes that are ready."""
         return [member.pid for member in self._members]
 
     async def start(self) -> None:
-        """Return when every process is ready.
-
-        Raises:
-            WeightSyncError: FETCHER_FAILED, or what a child lacks; none is left running.
-        """
+        """Return when every process is ready; when this raises, none is left running."""
         if not self._count:
             return
         executor = self._make_threads()
@@ -139,14 +120,10 @@ class ProcessPool:
             self._fill(place, None)
 
     async def stop(self) -> None:
-        """End every process, TERM then KILL."""
         await to_end(asyncio.create_task(self._stop()))
 
     def forget(self, segment_id: str) -> asyncio.Future[list[None]]:
-        """Have every process unmap a segment that will not be used again.
-
-        It is asked for at once; the result comes when all have done so and need not be awaited.
-        """
+        """Have every process unmap a segment now; nobody has to await that all have done so."""
         return asyncio.gather(*(member.forget(segment_id) for member in self._members.values()))
 
     # Inside.
@@ -182,7 +159,6 @@ class ProcessPool:
         return Heartbeat(process, self._heartbeat_s, self._alive_timeout_s)
 
     async def _keep(self, process: ChildProcess | None, place: int) -> None:
-        """Keep one place filled, for ever."""
         short = 0
         loop = asyncio.get_running_loop()
         while True:
@@ -211,7 +187,6 @@ class ProcessPool:
                     self._hopeless(error)
 
     async def _serve(self, process: ChildProcess) -> None:
-        """Work with a process until it is gone."""
         lanes = [
             asyncio.create_task(lane)
             for lane in (*self._lanes(process), self._members[process].run(), process.watch())
@@ -223,7 +198,7 @@ class ProcessPool:
             for lane in lanes:
                 lane.cancel()
             for outcome in await asyncio.gather(*lanes, return_exceptions=True):
-                if not isinstance(outcome, (Gone, asyncio.CancelledError)):
+                if not isinstance(outcome, (ChildGoneError, asyncio.CancelledError)):
                     logger.error("fault beside a %s", self._program.name, exc_info=outcome)
             await to_end(asyncio.create_task(self._bury(process)))
 
@@ -247,6 +222,5 @@ class ProcessPool:
             self._executor = None
 
     async def _wait(self, failures: int) -> None:
-        """Wait the longer, the more failures there were in a row; after none, not at all."""
         if failures > 0:
-            await asyncio.sleep(min(0.1 * 2 ** min(failures, 16), self._most_backoff_s))
+            await asyncio.sleep(backoff_s(failures, 0.2, self._most_backoff_s))

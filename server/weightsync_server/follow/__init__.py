@@ -1,1 +1,0 @@
-"""A server that follows another one: it fetches what is committed there, before anybody asks."""

@@ -1,0 +1,1 @@
+"""The door for HTTP: metrics and health, and calls that come as HTTP."""

@@ -1,3 +1,0 @@
-"""vLLM's own plug points for the transfer of weights, with WeightSync behind them."""
-
-from __future__ import annotations
