@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from weightsync.delta.kernels import VARIABLE, native
@@ -24,6 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A shell has what it starts in the background ignore interrupts, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# On a busy machine any example may take long.
+settings.register_profile("steady", deadline=None)
+settings.load_profile("steady")
 
 _ROOT = Path(__file__).parents[1]
 

@@ -41,17 +41,22 @@ _PROGRAMS = {
     "npm": "npm",
     "promtool": "prometheus",
 }
-#: Unit tests of what can be taken away from the product.
+#: Unit tests of what can be taken away from the product, and that all else works without it.
 _EXTENSIONS = (
     "tests/unit/benchmarks",
     "tests/unit/client/integrations",
     "tests/unit/client/trainer",
-    "tests/unit/server/http_api",
-    "tests/unit/server/train",
-    "tests/unit/vllm/transfer",
+    "tests/unit/server/extensions",
+    "tests/unit/server/http",
+    "tests/unit/test_extensions.py",
+    "tests/unit/vllm/extensions",
 )
 #: Unit tests of fleets: their model, and members in one process.
-_FLEETS = ("tests/unit/server/fleet", "tests/unit/server/fleet_host", "tests/unit/server/register")
+_FLEETS = (
+    "tests/unit/server/coordination",
+    "tests/unit/server/fleet",
+    "tests/unit/server/fleet_host",
+)
 #: Examples with a real vLLM each, and benchmarks in small.
 _COMPUTING = ("tests/matrix/examples", "tests/matrix/benchmarks")
 

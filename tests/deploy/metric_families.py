@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from weightsync_server.fleet.member_steps import Mode
-from weightsync_server.fleet_host.fleet_metrics import FleetMetrics
-from weightsync_server.follow.follow_metrics import FollowMetrics
+from weightsync_server.extensions.trainer.trainer_pool import TrainMetrics
+from weightsync_server.fleet.member_steps import HostMode
+from weightsync_server.fleet_host.fleet_status import FleetMetrics
 from weightsync_server.ops.metrics import Metrics
-from weightsync_server.train.train_metrics import TrainMetrics
+from weightsync_server.replicate.follower import FollowMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +36,7 @@ def of_some_servers() -> set[str]:
     FollowMetrics(metrics)
     nobody = SimpleNamespace(
         view=SimpleNamespace(history=None, why=""),
-        state=SimpleNamespace(mode=Mode.SERVING),
+        state=SimpleNamespace(mode=HostMode.SERVING),
         host=SimpleNamespace(live=lambda: 0),
     )
     TrainMetrics(metrics).track(up=int, queued=int)

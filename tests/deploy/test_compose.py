@@ -17,8 +17,9 @@ import yaml
 from pydantic_settings import CliApp
 
 from tests.deploy.compose_file import ROOT, Service, folders_of_images, load, seconds
+from weightsync import host_dirs
 from weightsync_server.auth import Endpoint, Role
-from weightsync_server.settings import Settings
+from weightsync_server.flags import Flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,12 +31,12 @@ SCHEMA = "/usr/lib/python3/dist-packages/compose/config/compose_spec.json"
 
 @pytest.fixture(scope="module")
 def drain_s() -> float:
-    return float(Settings.model_fields["drain_timeout_s"].default)
+    return float(Flags.model_fields["drain_timeout_s"].default)
 
 
 @pytest.fixture(scope="module")
 def stop_s(drain_s: float) -> float:
-    return drain_s + float(Settings.model_fields["stop_timeout_s"].default)
+    return drain_s + float(Flags.model_fields["stop_timeout_s"].default)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -201,7 +202,7 @@ def test_prometheus_scrapes_services_at_ports_they_listen_on(services: dict[str,
     assert f"--metrics=0.0.0.0:{port}" in services[name].argv
     # Its flags are those of a server that starts.
     _, *flags = services[name].argv
-    assert CliApp.run(Settings, cli_args=flags).metrics_open
+    assert CliApp.run(Flags, cli_args=flags).tree.metrics_open
     name, _, port = vllm.partition(":")
     assert f"--port={port}" in services[name].argv
 
@@ -214,6 +215,6 @@ def test_the_systemd_unit_outlasts_the_stop(stop_s: float) -> None:
     assert seconds(f"{service['TimeoutStopSec']}s") > stop_s
     assert service["LimitMEMLOCK"] == "infinity"
     assert service["UMask"] == "0007"
-    folders = {"RuntimeDirectory": "run_dir", "StateDirectory": "state_dir"}
-    for directive, field in folders.items():
-        assert Settings.model_fields[field].default.name == service[directive]
+    # Which the unit's user can write, and so gets by default.
+    assert Path("/run", service["RuntimeDirectory"]) == host_dirs._SYSTEM_RUN
+    assert Path("/var/lib", service["StateDirectory"]) == host_dirs._SYSTEM_STATE

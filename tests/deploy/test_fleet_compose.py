@@ -16,6 +16,7 @@ from pydantic_settings import CliApp
 
 from tests.deploy.compose_file import ROOT, load
 from weightsync_server.auth import Endpoint, Role
+from weightsync_server.flags import Flags
 from weightsync_server.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def fleet(docker_compose: str) -> dict[str, Service]:
 @pytest.fixture(scope="module")
 def settings(fleet: dict[str, Service]) -> dict[str, Settings]:
     """What each server makes of its flags."""
-    return {name: CliApp.run(Settings, cli_args=fleet[name].argv[1:]) for name in SERVERS}
+    return {name: CliApp.run(Flags, cli_args=fleet[name].argv[1:]).tree for name in SERVERS}
 
 
 def test_it_obeys_the_compose_schema(program: Callable[[str, str], str]) -> None:
@@ -124,11 +125,11 @@ def test_followers_are_members_of_one_fleet(
     fleet: dict[str, Service], settings: dict[str, Settings]
 ) -> None:
     origin, *followers = settings.values()
-    assert origin.engine_names == ["none"]
-    assert {one.follow for one in followers} == {origin.store}
+    assert origin.engines.given == ["none"]
+    assert {one.replica.url for one in followers} == {origin.paths.store}
     assert {one.name for one in settings.values()} == {origin.name}
-    assert [one.fleet_member for one in followers] == ["follower-1", "follower-2"]
-    ((name, register),) = {(one.fleet, one.fleet_register) for one in followers}
+    assert [one.fleet.member for one in followers] == ["follower-1", "follower-2"]
+    ((name, register),) = {(one.fleet.fleet, one.fleet.register) for one in followers}
     assert name
     place = register.removeprefix("etcd://").partition("/")[0]
     assert f"--advertise-client-urls=http://{place}" in fleet["etcd"].argv
@@ -174,7 +175,7 @@ def test_data_folders_belong_to_who_writes_there(fleet: dict[str, Service]) -> N
 
 
 def test_accounts_have_the_rights_that_the_page_gives(fleet: dict[str, Service]) -> None:
-    page = (ROOT / "docs/security.md").read_text()
+    page = (ROOT / "docs/how-to/bucket-and-etcd-rights.md").read_text()
     blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     wanted = dict(zip(("follower", "origin"), map(json.loads, blocks[-2:]), strict=True))
     for account, policy in wanted.items():

@@ -1,4 +1,4 @@
-"""docs/operations.md says what is there: every metric, every alert, every exit code."""
+"""Pages for operators say what is there: every metric, every alert, every exit code."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.compose_file import ROOT
 from tests.deploy.metric_families import family_names, of_some_servers
 from tests.deploy.promql import alert_rules
-from weightsync_client.cli.exit_codes import MEANINGS
+from weightsync_client.cli.cli_options import MEANINGS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.deploy.conftest import LoneServer
 
-PAGE = (ROOT / "docs/operations.md").read_text()
-
-
-def _section(title: str) -> str:
-    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+METRICS = (DOCS / "reference/metrics.md").read_text()
+RUNBOOK = (DOCS / "operate/runbook.md").read_text()
+EXIT_CODES = (DOCS / "reference/exit-codes.md").read_text()
 
 
 def _titles(page: str) -> set[str]:
     """Return the titles of a page, and its other places, as links name them."""
     titles = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
-    named = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+    named = {re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-") for title in titles}
     return named | set(re.findall(r'<a id="([^"]+)"></a>', page))
 
 
 def test_every_metric_is_explained(lone_server: LoneServer) -> None:
     families = family_names(text_string_to_metric_families(lone_server.scrape()))
-    explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z_]+)", _section("Metrics")))
+    explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z_]+)", METRICS))
     assert explained == families | of_some_servers()
 
 
 def test_every_alert_is_explained_with_its_severity() -> None:
-    rows = re.findall(r"^\| (?:<a [^|]*</a>)(WeightSync\w+) \| (\w+) \|", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| (?:<a [^|]*</a>)(WeightSync\w+) \| (\w+) \|", RUNBOOK, re.MULTILINE)
     assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in alert_rules()]
 
 
@@ -50,19 +52,28 @@ def test_every_alert_leads_to_its_row(rule: dict[str, Any]) -> None:
 
 
 def test_every_exit_code_is_explained() -> None:
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", _section("Exit codes"), re.MULTILINE)
-    assert [(int(code), text) for code, text in rows[:4]] == [
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", EXIT_CODES, re.MULTILINE)
+    assert [(int(code), text) for code, text in rows[:5]] == [
         (0, "stopped as asked"),
         (1, "could not start; the last line says why and what to do"),
         (2, "wrong flag or setting"),
-        (3, "nobody could connect any more, by a fault of gRPC; to be started again"),
+        (3, "no client can connect any more, by a fault of gRPC; to be started again"),
+        (
+            4,
+            (
+                "stopped as asked, but something had not stopped within `--drain-timeout-s` and "
+                "`--stop-timeout-s`; the log names it"
+            ),
+        ),
     ]
-    assert {int(code): text for code, text in rows[4:]} == {int(c): m for c, m in MEANINGS.items()}
+    assert {int(code): text for code, text in rows[5:]} == {int(c): m for c, m in MEANINGS.items()}
 
 
-def test_every_file_it_names_is_there() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
-        page, _, title = target.partition("#")
-        linked = (ROOT / "docs" / page).resolve()
-        assert linked.is_file(), target
-        assert not title or title in _titles(linked.read_text()), target
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_place_that_a_page_links_to_is_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if "://" not in target:
+            name, _, title = target.partition("#")
+            linked = (page.parent / name).resolve() if name else page
+            assert linked.exists(), target
+            assert not title or title in _titles(linked.read_text()), target

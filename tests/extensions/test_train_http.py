@@ -25,8 +25,7 @@ from benchmarks.servers import free_port
 from tests.support.asgi_site import serving_app
 from tests.support.secured import Secured
 from tests.support.weightsync_server import WeightSyncServer
-from weightsync.vllm.bridge.train_forward import ForwardState, TrainForward
-from weightsync.vllm.bridge.upstream import Upstream
+from weightsync.vllm.extensions.train_forward import TrainForward, Upstream
 from weightsync_client import Client, TrainerState
 
 if TYPE_CHECKING:
@@ -80,10 +79,10 @@ class _Site:
         scheme, host = ("https", "localhost") if tls else ("http", "127.0.0.1")
         self.http = f"{scheme}://{host}:{port}"
         self.ca = str(self.secured.ca.ca) if tls else ""
-        state = ForwardState()
+        state = TrainForward()
         state.upstream = Upstream(self.http, self.ca)
         app = applications.Starlette()
-        app.add_middleware(TrainForward, state=state)
+        app.add_middleware(state.wrap)
         self._stack = contextlib.ExitStack()
         self._stack.callback(self.secured.stop)
         try:
@@ -324,10 +323,10 @@ def test_what_vllm_passes_on_needs_a_token_where_nobody_is_asked() -> None:
         folder, port = Path(name), free_port()
         flags = [*_flags(folder, port), f"--listen=unix:{folder}/run/server.sock"]
         server = WeightSyncServer(folder / "run", folder / "state", store="memory://", flags=flags)
-        state = ForwardState()
+        state = TrainForward()
         state.upstream = Upstream(f"http://127.0.0.1:{port}")
         app = applications.Starlette()
-        app.add_middleware(TrainForward, state=state)
+        app.add_middleware(state.wrap)
         try:
             server.start()
             with serving_app(app) as vllm:

@@ -1,4 +1,4 @@
-"""The commands of docs/train.md as they stand there, typed one after the other.
+"""The commands of how-to/train-beside-serving.md as they stand there, one after the other.
 
 Only folders and ports are those of this machine; engine, sockets and state come by environment
 variables, which a user sets as well. The engine is the one for tests.
@@ -25,8 +25,7 @@ from tests.support.asgi_site import serving_app
 from tests.support.following import until
 from tests.support.processes import stop
 from tests.support.secured import authority_text
-from weightsync.vllm.bridge.train_forward import ForwardState, TrainForward
-from weightsync.vllm.bridge.upstream import Upstream
+from weightsync.vllm.extensions.train_forward import TrainForward, Upstream
 from weightsync_client import Access, Client, ClientError, TrainerState
 from weightsync_server.auth.principals import new_token, token_hash
 
@@ -38,7 +37,7 @@ applications = pytest.importorskip("starlette.applications")
 pytestmark = pytest.mark.timeout(180)
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PAGE = (_ROOT / "docs/train.md").read_text()
+_PAGE = (_ROOT / "docs/how-to/train-beside-serving.md").read_text()
 _BIN = Path(sys.executable).parent
 
 
@@ -70,7 +69,7 @@ class _Machine:
         self.variables = {
             **os.environ,
             "PATH": f"{_BIN}:{os.environ['PATH']}",
-            "PYTHONPATH": str(_ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
             "HF_HUB_OFFLINE": "1",
             "WEIGHTSYNC_ADDRESS": self.address,
             "WEIGHTSYNC_TOKEN": self.token,
@@ -151,10 +150,10 @@ def test_the_commands(machine: _Machine) -> None:
 def test_the_request_to_vllm_s_port(machine: _Machine, program: Callable[[str, str], str]) -> None:
     program("curl", "curl")
     (line,) = _commands("curl")
-    state = ForwardState()
+    state = TrainForward()
     state.upstream = Upstream(f"http://127.0.0.1:{machine.http}")
     app = applications.Starlette()
-    app.add_middleware(TrainForward, state=state)
+    app.add_middleware(state.wrap)
     with serving_app(app, machine.vllm):
         events = [json.loads(part) for part in re.findall(r"(?m)^data: (.*)$", machine.type(line))]
     assert [event["event"] for event in events] == ["queued", "started", "step", "step", "finished"]

@@ -71,6 +71,8 @@ class _Site:
         save_file(_tensors(0), folder / "model/model.safetensors")
         (folder / "model/tokenizer.json").write_text("{}")
         self.folder = folder
+        self.plan = folder / "plan"
+        self.plan.write_text("")
         self.server = WeightSyncServer(
             folder / "run",
             folder / "state",
@@ -81,9 +83,12 @@ class _Site:
                 *flags,
             ],
             variables={
-                "PYTHONPATH": f"{ROOT}:{folder}/modules",
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, (os.environ.get("PYTHONPATH"), str(ROOT), f"{folder}/modules"))
+                ),
                 "WEIGHTSYNC_TOKEN": _SECRET,
                 "MY_API_KEY": _SECRET,
+                "WEIGHTSYNC_FAILPOINTS": f"@{self.plan}",
             },
         )
         self.client = Client(self.server.address)
@@ -93,7 +98,8 @@ class _Site:
         self.server.wait_serving(_START_S)
 
     def prepare(self) -> None:
-        """Have a version live as it was at first, and a trainer without a job."""
+        """Have a version live as it was at first, a trainer without a job, and nothing fail."""
+        self.plan.write_text("")
         process = self.server.process
         if process is None or process.poll() is not None:
             self.server.kill()
@@ -180,7 +186,7 @@ def _site(trainer: str, *flags: str) -> Iterator[_Site]:
 @pytest.fixture(scope="module")
 def shared_site() -> Iterator[_Site]:
     flags = ("--trainer-queue=1", "--trainer-grace-s=2", "--trainer-silence-s=3")
-    with _site(_ADDING, *flags) as site:
+    with _site(_ADDING, *flags, "--checkpoint-folders=2") as site:
         yield site
 
 
@@ -435,6 +441,61 @@ def test_the_state_of_the_optimizer_goes_with_the_version(site: _Site) -> None:
     assert {number for number in kept if number >= 0} == {1, 2, 3, 4, 6, 7, 8}
 
 
+def test_what_a_job_pushes_in_the_background_counts_before_anything_is_said_of_it(
+    site: _Site,
+) -> None:
+    # Whoever did not wait for it would name the version before, and save a state for that.
+    site.plan.write_text("in_place.copied=sleep(1)")
+    _, started, *steps, finished = site.train(steps=2, background=True)
+    assert started.version == site.first
+    assert [(step.version - site.first, step.loss) for step in steps] == [(1, 1.0), (2, 2.0)]
+    assert finished.version == site.first + 2
+    assert site.client.train_status().state_version == site.first + 2
+    site.plan.write_text("")
+    site.holds(2, 20)
+    # Of each version it has what the optimizer had counted by then.
+    site.client.rollback()
+    assert _began(site.train(background=True)) == (site.first + 1, 2.0)
+    os.kill(site.ready(), signal.SIGKILL)
+    _until(lambda: site.done().restarts == 1)
+    assert _began(site.train()) == (site.first + 3, 3.0)
+    site.holds(4, 30)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "sentence"),
+    [
+        ({}, Reason.TRAINER_FAILED, "the transaction did not count, and version"),
+        ({"raise": "after"}, Reason.TRAINER_FAILED, "ArithmeticError: diverged after the trans"),
+        ({"cancel": True}, Reason.CANCELLED, "was cancelled"),
+    ],
+    ids=["step", "raise", "cancel"],
+)
+def test_what_is_put_back_in_the_background_is_its_own_job_s_failure(
+    site: _Site, request_: dict[str, Any], reason: Reason, sentence: str
+) -> None:
+    # Long after the class has gone on.
+    site.plan.write_text("receive.begin=1*sleep(1)\nin_place.copied=1*error(EIO)")
+    job, events = site.begin(background=True, **request_)
+    _until(lambda: f"version {site.first + 1} is live, and not pushed" in site.log)
+    if "cancel" in request_:
+        site.client.cancel_train(job)
+    with pytest.raises(ClientError, match=sentence) as caught:
+        list(events)
+    assert caught.value.reason is reason
+    assert f"version {site.first} is put back" in site.log
+    # No version that was undone is named, and no state has its number.
+    assert "version" not in caught.value.metadata
+    site.holds(0, 0)
+    folders = (site.folder / "state/trainer").iterdir()
+    assert site.first + 1 not in {int(path.name.partition("-")[0]) for path in folders}
+    # The next job pays for nothing; the number was served under, and is no other content's.
+    _, started, step, finished = site.train()
+    assert (started.version, step.loss, finished.version) == (site.first, 1.0, site.first + 2)
+    assert site.done().restarts == 0
+    site.holds(2, 10)
+
+
 def test_a_checkpoint_is_what_is_live(site: _Site) -> None:
     _, events = site.begin(steps=3, wait_s=0.3)
     done = site.client.checkpoint("first")
@@ -456,6 +517,11 @@ def test_a_checkpoint_is_what_is_live(site: _Site) -> None:
             site.client.checkpoint(name)
         assert caught.value.reason is Reason.REQUEST_INVALID
     assert [path.name for path in folder.parent.iterdir()] == ["first"]
+    # As many stay as the setting says, and those that somebody has changed.
+    (folder / "note").write_text("mine")
+    for name in ("second", "third", "fourth"):
+        site.client.checkpoint(name)
+    assert {path.name for path in folder.parent.iterdir()} == {"first", "third", "fourth"}
 
 
 def _damage(pid: int, view: torch.Tensor) -> None:

@@ -77,7 +77,14 @@ def _committed(address: str) -> list[tuple[int, str]]:
     return [(v.version, v.metadata["step"]) for v in reversed(versions) if "step" in v.metadata]
 
 
-@pytest.mark.parametrize(("processes", "sharded"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("processes", "sharded"),
+    [
+        pytest.param(1, False, marks=pytest.mark.battery),
+        pytest.param(2, False, marks=pytest.mark.battery),
+        (2, True),
+    ],
+)
 def test_the_example_serves_each_pushed_step(
     address: str, tmp_path: Path, processes: int, *, sharded: bool
 ) -> None:

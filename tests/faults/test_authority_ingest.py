@@ -138,7 +138,7 @@ def test_ports_are_told_to_those_who_can_reach_them(secured: Secured) -> None:
         stub.AbortPush(abort, metadata=metadata, timeout=10)
         return sorted(begun.data_endpoints)
 
-    ports = [f":{secured.port + 1}", f":{secured.port + 2}"]
+    ports = sorted([f":{secured.port + 1}", f":{secured.port + 2}"])
     assert told(secured.channel(), "push") == ports
     for role in (Role.PUSH, Role.ADMIN):
         socket = secured.socket(role)

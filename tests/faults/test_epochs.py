@@ -306,7 +306,7 @@ def _run(server: WeightSyncServer, *args: str) -> subprocess.CompletedProcess[st
 
 
 def test_two_runs_are_told_of_each_other_and_an_epoch_keeps_the_second_out(
-    server: WeightSyncServer, tmp_path: Path
+    server: WeightSyncServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seed in range(3):
         (tmp_path / f"{seed}.safetensors").write_bytes(_shard(100 + seed)[0][1])
@@ -318,6 +318,9 @@ def test_two_runs_are_told_of_each_other_and_an_epoch_keeps_the_second_out(
         mine = first.push(tmp_path / "2.safetensors")
         assert (mine.runs_alternate, mine.other_version) == (True, before + 1)
         assert "push in turn" in server.log
+        (warned,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert f"version {before + 1} came from another run, {mine.other_run}, between" in warned
+        assert "two trainers push; stop one of them, or have the right one call" in warned
         ours, theirs = first.status().models[0].client_runs[:2]
         assert ours.newest_version == before + 2
         assert mine.other_run == theirs.client_run

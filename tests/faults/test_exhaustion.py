@@ -385,7 +385,9 @@ def test_files_may_not_grow_further() -> None:
             (everything, Reason.MEMORY_EXHAUSTED, 64 * MIB),
         ):
             with limited(pids, resource.RLIMIT_FSIZE, MIB):
-                assert exhausted(partial(push, stub, size, 1)).reason is reason
+                error = exhausted(partial(push, stub, size, 1))
+                assert error.reason is reason
+                assert f"this process may write {MIB} bytes per file" in error.message
                 assert len(pulled(stub)) > 2 * MIB
         assert push(stub, 32 * MIB, 1).durable
 

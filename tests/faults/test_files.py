@@ -13,10 +13,9 @@ from tests.support.disks import STEPS, FailingDisk
 from tests.unit.server.world import World, begin, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine.journal import Journal
-from weightsync_server.engine.journal_file import Entry, JournalFile
+from weightsync_server.engine.journal import Entry, Journal, JournalFile
 from weightsync_server.ops import durable_files
-from weightsync_server.ops.state_lock import StateLock
+from weightsync_server.ops.durable_files import StateLock
 from weightsync_server.store import open_store
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -15,22 +16,32 @@ import pytest
 import torch
 
 from tests.support.bounds import within
-from tests.support.in_place_trainers import busy_trainer, older_trainer
+from tests.support.in_place_trainers import busy_trainer, older_trainer, stray_trainer
 from tests.support.memory_bridge import memory_bridge
 from tests.support.weightsync_server import WeightSyncServer
-from weightsync.errors import Reason
+from weightsync.engine import VERSION_LOADS
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.testing import MemoryEngine
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import Client, ClientError, LiveCheck, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from weightsync_client.attach import Attached
 
 pytestmark = pytest.mark.timeout(120)
 
 _SIZE = 1 << 16
+
+#: Runs a server that compares what ranks hold every second while somebody has their memory.
+_WATCHFUL = """
+import runpy, sys
+from weightsync_server.engine import live_check
+live_check.CHECK_S = 1.0
+sys.argv = sys.argv[3:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
 def _weight(seed: int) -> torch.Tensor:
@@ -45,13 +56,13 @@ class _Site:
         first: The version that a test begins with, the newest; its content is `_weight(1)`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.plan = folder / "plan"
         self.plan.write_text("")
         self.server = WeightSyncServer(
             folder / "run",
             folder / "state",
-            flags=["--slots", "3"],
+            flags=["--slots", "3", *flags],
             variables={"WEIGHTSYNC_FAILPOINTS": f"@{self.plan}"},
         )
         self.engine: Any = None
@@ -89,14 +100,35 @@ class _Site:
         return live
 
 
-@pytest.fixture(scope="module")
-def shared_site() -> Iterator[_Site]:
+class _VllmsEngine(MemoryEngine):
+    """As vLLM's: it offers the files that it was started with, and could start loaders.
+
+    Attributes:
+        asked: The methods that its ranks were asked for.
+    """
+
+    def __init__(self, *facts: Any, **options: Any) -> None:
+        super().__init__(*facts, **options)
+        self._abilities.add(VERSION_LOADS)
+        self._files = MemoryEngine(*facts)
+        self.asked: list[str] = []
+
+    async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
+        return await self._files.offer_checkpoint(segment_socket, offer_id)
+
+    async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self.asked.append(method)
+        return await super().call_workers(method, args)
+
+
+@contextlib.contextmanager
+def _started(kind: type[MemoryEngine], *flags: str) -> Iterator[_Site]:
     with tempfile.TemporaryDirectory(prefix="wik") as name:
         folder = Path(name)
         (folder / "run").mkdir()
-        site = _Site(folder)
+        site = _Site(folder, *flags)
         checkpoint = {"weight": ("F32", (_SIZE,), _weight(1).numpy().tobytes())}
-        made = partial(MemoryEngine, ranks=2, attachable=True)
+        made = partial(kind, ranks=2, attachable=True)
         with memory_bridge(folder / "run", checkpoint, made) as site.engine:
             try:
                 yield site
@@ -104,10 +136,26 @@ def shared_site() -> Iterator[_Site]:
                 site.server.kill()
 
 
+@pytest.fixture(scope="module")
+def shared_site() -> Iterator[_Site]:
+    with _started(MemoryEngine) as site:
+        yield site
+
+
 @pytest.fixture
 def site(shared_site: _Site) -> _Site:
     shared_site.begin()
     return shared_site
+
+
+@pytest.fixture
+def watchful_site(shared_site: _Site) -> Iterator[_Site]:
+    shared_site.server.kill()
+    shared_site.server.wrapper = (sys.executable, "-c", _WATCHFUL)
+    shared_site.begin()
+    yield shared_site
+    shared_site.server.kill()
+    shared_site.server.wrapper = ()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +168,9 @@ def site(shared_site: _Site) -> _Site:
         ("in_place.live", False),
         ("in_place.copied", False),
         ("in_place.restore", False),
-        ("in_place.proved", True),
+        ("in_place.proved", False),
+        ("commit.store", False),
+        ("commit.reply", True),
         ("apply.done", True),
     ],
 )
@@ -138,6 +188,35 @@ def test_one_whole_version_is_served(site: _Site, point: str, *, counts: bool) -
     assert site.recover() == site.first + counts
     for content in site.contents:
         assert torch.equal(content, _weight(11 if counts else 1))
+
+
+def test_what_was_never_proved_is_not_the_newest_of_the_next_server(site: _Site) -> None:
+    """What was pushed is not what was written, which nobody has seen yet."""
+    site.plan.write_text("in_place.copied=1*panic")
+    with Client(site.server.address) as client, client.attach() as attached:
+        push, told = attached._writing.push, []
+
+        def other(_: object, **options: Any) -> object:
+            told.append(options)
+            return push({"weight": _weight(99)}, **options)
+
+        object.__setattr__(attached._writing, "push", other)
+        with pytest.raises(ClientError):
+            _add(attached)
+    assert site.recover() == site.first
+    with Client(site.server.address) as client:
+        committed = [one.version for one in client.versions() if one.content_digest]
+        assert committed[0] == site.first
+        # As a controller does all the time.
+        assert client.apply().version == site.first
+        for content in site.contents:
+            assert torch.equal(content, _weight(1))
+        # Nor is its push gone on with, whose bytes the store keeps: nobody would prove it.
+        with pytest.raises(ClientError) as caught:
+            client.push({"weight": _weight(99)}, **told[0])
+        assert caught.value.reason is Reason.VERSION_NOT_ABOVE
+        # Its number was served under, and is never another content's.
+        assert client.push({"weight": _weight(1)}).version == site.first + 2
 
 
 def test_a_server_that_is_killed_while_it_is_written(site: _Site) -> None:
@@ -225,6 +304,48 @@ def test_a_second_job_is_kept_out_by_the_next_server_too(site: _Site) -> None:
         assert torch.equal(content, _weight(11))
 
 
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("nothing", "has written weight outside a transaction"),
+        ("session", "has written weight outside a transaction"),
+        ("server", "the server hands over no memory"),
+    ],
+)
+def test_a_stray_write_is_found_whatever_was_lost(
+    watchful_site: _Site, monkeypatch: pytest.MonkeyPatch, lost: str, told: str
+) -> None:
+    site = watchful_site
+    with stray_trainer(site.server.address) as tell:
+        if lost == "session":
+            with Client(site.server.address) as client, monkeypatch.context() as patch:
+                patch.setattr(site.engine, "health", _no_answer)
+                within(30, lambda: client.status().models[0].engine.state == "away")
+        elif lost == "server":
+            site.server.kill()
+            site.server.start()
+        site.server.wait_serving()
+        with Client(site.server.address) as client:
+            # What follows an attach, or a start, is over.
+            within(30, lambda: client.get_version(site.first).live_check is LiveCheck.PASSED)
+            logged = len(site.server.log)
+            assert tell("write") == "written"
+            said = "has written weight outside a transaction; version"
+            within(30, lambda: f"{said} {site.first} is placed again" in site.server.log[logged:])
+            within(30, lambda: client.get_version(site.first).live_check is LiveCheck.PASSED)
+            for content in site.contents:
+                assert torch.equal(content, _weight(1))
+            assert client.status().invariant_violations["never_mixed"] == 1
+            assert client.verify().verified
+        assert told in tell("check")
+    # What was counted goes with the server.
+    assert site.recover() == site.first
+
+
+async def _no_answer() -> None:
+    raise WeightSyncError(Reason.ENGINE_AWAY, "as if vLLM did not answer")
+
+
 def _add(attached: Attached, meanwhile: Callable[[], object] = int) -> None:
     with attached.transaction():
         for box in attached.boxes["weight"]:
@@ -250,14 +371,16 @@ def test_an_engine_that_restarts_serves_one_whole_version(site: _Site, phase: st
             return result
 
         object.__setattr__(attached._writing, "push", pushed)
-        with pytest.raises(ClientError):
+        # What is pushed is proved, and committed, so that the next engine is given it.
+        counts = phase == "pushed"
+        with contextlib.nullcontext() if counts else pytest.raises(ClientError):
             _add(attached, restart if phase == "open" else int)
         # The server may learn of it after the trainer.
         within(60, lambda: _is_gone(attached))
         live = site.server.wait_serving().live_version
-    assert site.recover() == live
+    assert site.recover() == live == site.first + counts
     for content in site.contents:
-        assert torch.equal(content, _weight(1 if live == site.first else 11))
+        assert torch.equal(content, _weight(11 if counts else 1))
 
 
 def _is_gone(attached: Attached) -> bool:
@@ -290,13 +413,32 @@ def test_a_rank_that_fails_at_a_step_is_put_back(site: _Site, word: str) -> None
             _add(attached)
         assert caught.value.reason is Reason.APPLY_RESTORED
         assert "rank 0/0/1" in caught.value.message
-        # What a rank may be reading still is not deleted.
         versions = client.versions()
         kept = {one.version: one.serving for one in versions if one.version >= site.first}
-        rejected = {site.first + 1: "rejected"} if word == "_verify" else {}
-        assert kept == {site.first: "live"} | rejected
+        assert kept == {site.first: "live"}
         attached.check()
         _add(attached)
     assert site.recover() == site.first + (1 if word == "_unprove" else 2)
     for content in site.contents:
         assert torch.equal(content, _weight(11))
+
+
+def test_a_server_that_forgets_versions_starts_no_loader_and_lets_attach() -> None:
+    """What ranks say was written is not taken for what vLLM computes of its checkpoint."""
+    with _started(_VllmsEngine, "--store=memory://") as site:
+        site.begin()
+        with Client(site.server.address) as client:
+            client.apply(client.push({"weight": _weight(5)}).version)
+        for seed in (7, 8):
+            site.recover()
+            for content in site.contents:
+                assert torch.equal(content, _weight(1))
+            with Client(site.server.address) as client, client.attach() as attached:
+                assert torch.equal(attached.read("weight"), _weight(1))
+                _add(attached)
+                client.apply(client.push({"weight": _weight(seed)}).version)
+            for content in site.contents:
+                assert torch.equal(content, _weight(seed))
+        assert "weightsync_prepare" in site.engine.asked
+        assert "weightsync_load" not in site.engine.asked
+        assert "beside generation" not in site.server.log

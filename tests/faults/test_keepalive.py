@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from weightsync.wire.keepalive import SERVER_KEEPALIVE, keepalive
+from weightsync.wire.grpc_channels import SERVER_KEEPALIVE, keepalive
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

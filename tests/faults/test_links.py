@@ -139,6 +139,8 @@ def test_a_begin_whose_answer_is_lost_is_one_push(
         pushing = pool.submit(client.push, expected, dtype="keep")
         within(20, lambda: len(direct.status().models[0].pushes) == 1)
         (opened,) = direct.status().models[0].pushes
+        # Before that the push is there, and ends with the call that is opening it.
+        within(20, lambda: opened.push_id.encode() in proxy.lost)
         proxy.faults = Faults()
         proxy.cut()
         assert pushing.result(20).version == opened.version

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.server.engine.plant import Engine, Plant, hurry, plant, shards, tensors, until
 from tests.unit.server.world import MODEL, content, one_stream
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.catalog.retention import Retention
+from weightsync_server.catalog.garbage_collector import Retention
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -260,7 +260,6 @@ class Service(RuleBasedStateMachine):
 Service.TestCase.settings = settings(
     max_examples=25,
     stateful_step_count=50,
-    deadline=None,
     # To shrink a failure takes minutes; its seed is printed.
     phases=[Phase.generate],
     print_blob=True,

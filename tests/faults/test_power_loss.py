@@ -12,10 +12,9 @@ from tests.support.disks import STEPS, FailingDisk, ForgetfulDisk, PowerLossErro
 from tests.unit.server.deltas.pushing import push_chain, push_delta, until
 from tests.unit.server.world import World, begin, content, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.catalog.retention import Retention
-from weightsync_server.deltas import ChainLimits
-from weightsync_server.engine.journal import Journal
-from weightsync_server.engine.journal_file import Entry, JournalFile
+from weightsync_server.catalog.garbage_collector import Retention
+from weightsync_server.deltas import ChainSettings
+from weightsync_server.engine.journal import Entry, Journal, JournalFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -28,7 +27,7 @@ OLD, NEW = simple(1), simple(2)
 CHAINED = [every_dtype(1, shards=2, elements=40)]
 CHAINED += [stepped(CHAINED[0], 2)]
 CHAINED += [stepped(CHAINED[1], 3)]
-SHORT = ChainLimits(length=1, share=100)
+SHORT = ChainSettings(length=1, share=100)
 
 
 async def lived(
@@ -120,7 +119,7 @@ async def fold_the_last(here: World) -> None:
 async def test_power_lost_at_every_step_of_a_delta(
     tmp_path: Path, work: Callable[[World], Coroutine[Any, Any, None]]
 ) -> None:
-    chains = SHORT if work is fold_the_last else ChainLimits()
+    chains = SHORT if work is fold_the_last else ChainSettings()
     found: set[tuple[bool, str]] = set()
     for nth in range(1, 200):
         folder = tmp_path / str(nth)

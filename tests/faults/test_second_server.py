@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import grpc
+import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.servers import free_port
 from tests.support.following import until
 from tests.support.several_engines import engine_host
 from tests.support.weightsync_server import WeightSyncServer
@@ -38,10 +42,16 @@ def host() -> Iterator[EngineHost]:
 
 
 @pytest.fixture
-def second(host: EngineHost) -> Iterator[WeightSyncServer]:
+def http() -> str:
+    """Address of the other server's HTTP API."""
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def second(host: EngineHost, http: str) -> Iterator[WeightSyncServer]:
     """Another server, not started, with folders of its own."""
     folder = host.folder.parent
-    flags = [f"--engine=unix:{host.folder}/a.sock", f"--pause-lease-s={LEASE_S}"]
+    flags = [f"--engine=unix:{host.folder}/a.sock", f"--pause-lease-s={LEASE_S}", f"--http={http}"]
     made = WeightSyncServer(folder / "run2", folder / "state2", flags=flags)
     yield made
     made.kill()
@@ -60,6 +70,14 @@ def _owned(server: WeightSyncServer, owner: WeightSyncServer) -> bool:
     return named and engine.state == pb.ENGINE_STATE_AWAY
 
 
+def _is_healthy(server: WeightSyncServer) -> bool:
+    """Whether the health service says that an engine serves."""
+    with grpc.insecure_channel(server.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service="serving"), timeout=10)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
 def _pid(server: WeightSyncServer) -> int:
     assert server.process is not None
     return server.process.pid
@@ -74,9 +92,11 @@ def _beside_the_engine(server: WeightSyncServer, run_dir: Path) -> None:
 
 @pytest.mark.parametrize("starts", [2, pytest.param(20, marks=pytest.mark.battery)])
 def test_a_newcomer_takes_nothing_from_an_owner_that_applies_and_answers(
-    host: EngineHost, second: WeightSyncServer, starts: int
+    host: EngineHost, second: WeightSyncServer, http: str, starts: int
 ) -> None:
     content = 0
+    cause = f"stop the other weightsync-server (pid {_pid(host.server)}, run_dir "
+    cause += f"{host.server.run_dir}), or name another engine here"
     for start in range(starts):
         second.start()
         begun = content
@@ -89,7 +109,12 @@ def test_a_newcomer_takes_nothing_from_an_owner_that_applies_and_answers(
         with Client(second.address) as client, pytest.raises(ClientError) as caught:
             client.apply()
         assert caught.value.reason == Reason.ENGINE_OWNED
-        assert f"(pid {_pid(host.server)}, run_dir {host.server.run_dir})" in caught.value.message
+        assert caught.value.message.startswith(cause)
+        assert (_is_healthy(host.server), _is_healthy(second)) == (True, False)
+        health = httpx.get(f"http://{http}/health")
+        assert (health.status_code, health.json()["error"]) == (503, caught.value.message)
+        # Once a life, however often it asks.
+        assert second.log.count(f"engine a: {cause}") == start + 1
         second.kill() if start % 2 else second.stop()
         assert host.serves()["a"] == content % 8
     host.all_serve(content % 8)

@@ -51,7 +51,7 @@ def _apply(host: EngineHost, key: str = "") -> threading.Thread:
 
 
 #: Tried in every run; the others take long and tell little more.
-OFTEN = ("host.intent", "host.still", "apply.commit", "host.decide", "host.decided", "host.done")
+OFTEN = ("apply.commit", "host.decide", "host.decided", "host.done")
 
 
 def _seldom(points: Iterable[str]) -> list[Any]:

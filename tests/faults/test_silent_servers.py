@@ -21,7 +21,7 @@ from tests.support.bounds import serving
 from tests.support.network_hosts import NEAR, NetworkHosts, network_hosts
 from tests.support.secured import Secured
 from weightsync.errors import Reason
-from weightsync.wire.keepalive import CLIENT_KEEPALIVE
+from weightsync.wire.grpc_channels import CLIENT_KEEPALIVE
 from weightsync_client import Client, Retry, Timeouts, UnavailableError
 
 if TYPE_CHECKING:

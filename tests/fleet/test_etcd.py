@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import re
@@ -16,18 +15,18 @@ import pytest
 from tests.support.certificates import Authority, Pair
 from tests.support.etcd import Etcd, ProtectedEtcd, free_ports
 from tests.support.proxy import FaultProxy
-from tests.support.registers import hints, until_there
+from tests.support.registers import hints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.register import etcd_register, open_register
-from weightsync_server.register.etcd_lease import EtcdLease
-from weightsync_server.register.etcd_tls import EtcdTls
-from weightsync_server.register.register import Creation
+from weightsync_server.coordination import etcd_keys, open_register
+from weightsync_server.coordination.coordination import Creation
+from weightsync_server.coordination.etcd_channels import EtcdTls
+from weightsync_server.coordination.etcd_keys import EtcdLease
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from weightsync_server.register.register import Register
+    from weightsync_server.coordination.coordination import CoordinationStore
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -43,14 +42,14 @@ def prefix() -> str:
 
 
 @contextlib.asynccontextmanager
-async def registers(url: str, count: int = 1) -> AsyncIterator[list[Register]]:
+async def registers(url: str, count: int = 1) -> AsyncIterator[list[CoordinationStore]]:
     opened = [open_register(url, timeout_s=PATIENCE_S) for _ in range(count)]
     yield opened
     for one in opened:
         await one.close()
 
 
-async def agree(racers: list[Register], key: str) -> bytes:
+async def agree(racers: list[CoordinationStore], key: str) -> bytes:
     """Let all create a key at once; return what all of them were answered."""
     results = await asyncio.gather(
         *(racer.create(key, b"by %d" % number) for number, racer in enumerate(racers))
@@ -129,7 +128,7 @@ async def test_without_a_quorum_nothing_is_believed(three: Etcd, prefix: str) ->
 
 async def test_a_key_that_a_late_put_moved_is_put_back(three: Etcd, prefix: str) -> None:
     async with registers(three.url(prefix)) as (register,):
-        assert isinstance(register, etcd_register.EtcdRegister)
+        assert isinstance(register, etcd_keys.EtcdKeys)
 
         def lease(value: bytes) -> EtcdLease:
             path = f"/{prefix}/members/m1".encode()
@@ -177,7 +176,7 @@ async def test_a_watch_and_a_member_survive_the_loss_of_each_node(
     three: Etcd, prefix: str, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not by its backstop: the link to a frozen node has to be found dead.
-    monkeypatch.setattr(etcd_register, "_WATCH_S", 600.0)
+    monkeypatch.setattr(etcd_keys, "_WATCH_S", 600.0)
     async with registers(three.url(prefix), 2) as (watcher, writer):
         member = await writer.member("members/m1", b"v1", 20)
         async with hints(watcher, "applies/") as queue:
@@ -198,20 +197,6 @@ async def test_a_watch_and_a_member_survive_the_loss_of_each_node(
         await member.close()
 
 
-async def test_a_member_comes_back_when_etcd_had_to_let_it_go(three: Etcd, prefix: str) -> None:
-    async with registers(three.url(prefix), 2) as (owner, reader):
-        member = await owner.member("members/m1", b"v1", 2)
-        lease = member._lease
-        assert isinstance(lease, EtcdLease)
-        first = lease._id
-        await lease.release()
-        assert await reader.get("members/m1") is None
-        await until_there(reader, "members/m1")
-        assert lease._id != first
-        await member.close()
-        assert await reader.get("members/m1") is None
-
-
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("authority"))
@@ -229,16 +214,6 @@ def protected(
     cluster = ProtectedEtcd(etcd, tmp_path_factory.mktemp("protected"), authority, client)
     yield cluster
     cluster.close()
-
-
-async def test_tls_with_a_client_certificate(
-    protected: ProtectedEtcd, authority: Authority, client: Pair
-) -> None:
-    tls = EtcdTls(authority.ca, client.certificate, client.key)
-    register = open_register(protected.url(PREFIX), tls, timeout_s=PATIENCE_S)
-    assert (await register.create("a", b"COMMIT")).created
-    assert await register.get("a") == b"COMMIT"
-    await register.close()
 
 
 @pytest.mark.parametrize("wrong", ["ca", "no_certificate", "certificate", "plain"])
@@ -273,45 +248,3 @@ async def test_nobody_listens_there() -> None:
     with pytest.raises(WeightSyncError, match=r"not answered by etcd within 1 s .*refused"):
         await register.create("a", b"")
     await register.close()
-
-
-async def test_who_has_no_right_is_refused_at_once(
-    etcd: str, authority: Authority, client: Pair, tmp_path: Path
-) -> None:
-    cluster = ProtectedEtcd(etcd, tmp_path, authority, client)
-    tls = EtcdTls(authority.ca, client.certificate, client.key)
-    register = open_register(cluster.url(PREFIX), tls, timeout_s=PATIENCE_S)
-    elsewhere = open_register(cluster.url("elsewhere"), tls, timeout_s=PATIENCE_S)
-    try:
-        for name in ("root", "member"):
-            cluster.ask("auth/user/add", name=name, password="secret")
-            cluster.ask("auth/role/add", name=name)
-            cluster.ask("auth/user/grant", user=name, role=name)
-        start, end = (base64.b64encode(f"/{PREFIX}{end}".encode()).decode() for end in ("/", "0"))
-        cluster.ask(
-            "auth/role/grant",
-            name="member",
-            perm={"permType": "READWRITE", "key": start, "range_end": end},
-        )
-        cluster.ask("auth/enable")
-        # The name in its certificate says who a client is.
-        assert (await register.create("a", b"COMMIT")).created
-        member = await register.member("members/m1", b"", 2)
-        assert set(await register.list("")) == {"a", "members/m1"}
-        await member.close()
-        for attempt in (
-            elsewhere.create("a", b""),
-            elsewhere.get("a"),
-            elsewhere.list(""),
-            elsewhere.member("a", b"", 2),
-            anext(elsewhere.watch("")),
-        ):
-            with pytest.raises(
-                WeightSyncError, match=r"was refused by etcd: .*permission"
-            ) as caught:
-                await attempt
-            assert caught.value.reason == Reason.PERMISSION_DENIED
-    finally:
-        await register.close()
-        await elsewhere.close()
-        cluster.close()

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +17,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.fleet_registers import place_of
-from tests.support.fleet_servers import FleetServers, all_serve, live, push
+from tests.support.fleet_servers import FleetServers, live, push
 from tests.support.following import until
 from weightsync.errors import Reason
 from weightsync_client import AsyncClient, Client, ClientError, FleetOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from tests.support.fleet_registers import RegisterPlace
 
 
 # Four servers start, and a dozen commands.
@@ -77,30 +74,20 @@ def run_in_terminal(fleet: FleetServers, name: str, *arguments: str) -> tuple[st
     return printed, shown.decode()
 
 
-def on(chosen: str) -> pytest.MarkDecorator:
-    """Return the parameters of a test: one kind of register, and all others of the battery."""
-    kinds = [
-        kind if kind == chosen else pytest.param(kind, marks=pytest.mark.battery)
-        for kind in ("folder", "etcd", "bucket")
+@pytest.fixture(
+    params=[
+        "etcd",
+        *(pytest.param(kind, marks=pytest.mark.battery) for kind in ("folder", "bucket")),
     ]
-    return pytest.mark.parametrize("place", kinds, indirect=True)
-
-
-@pytest.fixture
-def place(
+)
+def fleet(
     request: pytest.FixtureRequest, program: Callable[[str, str], str], tmp_path: Path
-) -> Iterator[RegisterPlace]:
+) -> Iterator[FleetServers]:
     etcd = program("etcd", "etcd-server") if request.param == "etcd" else ""
-    with place_of(request.param, etcd, tmp_path) as made:
-        yield made
+    with place_of(request.param, etcd, tmp_path) as place:
+        yield FleetServers(tmp_path, place)
 
 
-@pytest.fixture
-def fleet(tmp_path: Path, place: RegisterPlace) -> FleetServers:
-    return FleetServers(tmp_path, place)
-
-
-@on("etcd")
 def test_barrier_rolling_and_rollback(fleet: FleetServers, tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     plan.touch()
@@ -142,7 +129,9 @@ def test_barrier_rolling_and_rollback(fleet: FleetServers, tmp_path: Path) -> No
         assert "live on 3 of 3 members" in text
         assert "2 of 3 prepared" in shown
         assert "prepared" not in text
-        assert fleet.servers["a"].metric("weightsync_fleet_members") == len(fleet.names)
+        metric = fleet.servers["a"].metric
+        # A member under load may be a lease late; it is counted again once it has renewed.
+        until(lambda: metric("weightsync_fleet_members") == len(fleet.names), "all are counted")
         assert fleet.servers["a"].metric("weightsync_fleet_undecided") == 0
         assert fleet.servers["a"].metric("weightsync_fleet_decision_age_seconds") > 0
 
@@ -176,55 +165,3 @@ def test_barrier_rolling_and_rollback(fleet: FleetServers, tmp_path: Path) -> No
             with pytest.raises(ClientError, match="the wrong one"):
                 applying.result()
         assert clients["c"].fleet_rollback(order="barrier").decision == "COMMIT"
-
-
-@on("folder")
-def test_one_that_was_away_goes_to_what_was_decided(fleet: FleetServers) -> None:
-    with fleet.running("a", "b") as clients:
-        until(lambda: len(clients["a"].fleet_status().members) == 2, "both are there")
-        first = push(clients["a"], 2)
-        clients["a"].fleet_apply(first, order="barrier")
-        with fleet.servers["c"].running() as late:
-            all_serve({"c": late}, first)
-        gone = fleet.servers["b"]
-        gone.kill()
-        until(lambda: len(clients["a"].fleet_status().members) == 1, "they are missed")
-        second = push(clients["a"], 3)
-        report = clients["a"].fleet_apply(second, order="barrier")
-        assert [one.name for one in report.members] == ["a"]
-        with gone.running() as back:
-            all_serve({"b": back}, second)
-
-
-@on("etcd")
-def test_a_member_that_cannot_learn_the_decision_fences_itself(
-    fleet: FleetServers, place: RegisterPlace, tmp_path: Path
-) -> None:
-    plan = tmp_path / "plan"
-    plan.touch()
-    fleet.servers["a"].variables["WEIGHTSYNC_FAILPOINTS"] = f"@{plan}"
-    with fleet.running("a", "b") as clients, ThreadPoolExecutor(1) as pool:
-        until(lambda: len(clients["a"].fleet_status().members) == 2, "both are there")
-        first = push(clients["a"], 2)
-        clients["a"].fleet_apply(first, order="barrier")
-        second = push(clients["a"], 3)
-        # The coordinator stops when all stand still, and then nobody reaches the register.
-        plan.write_text("fleet.coordinate=1*stop")
-        call = pool.submit(clients["a"].fleet_apply, second, order="barrier")
-        hits = plan.with_name("plan.hits")
-        until(hits.exists, "the coordinator is about to decide")
-        place.down()
-        log = fleet.servers["b"]
-        until(lambda: "this host is fenced: the decision on a barrier" in log.log, "it is fenced")
-        assert live(clients["b"]) == 0
-        place.up()
-        plan.write_text("")
-        process = fleet.servers["a"].process
-        assert process is not None
-        process.send_signal(signal.SIGCONT)
-        with contextlib.suppress(ClientError):
-            call.result(60)
-        status = clients["a"].fleet_status()
-        assert status.newest is not None
-        decided = second if status.newest.decision == "COMMIT" else first
-        all_serve(clients, decided)

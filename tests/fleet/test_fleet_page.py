@@ -1,4 +1,4 @@
-"""The commands of docs/fleet.md as they stand there, typed one after the other.
+"""The commands of docs/how-to/fleets.md as they stand there, typed one after the other.
 
 Only names of hosts, folders and ports are those of this machine; engine, sockets and state come by
 environment variables, which a user sets as well.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
-import secrets
 import signal
 import subprocess
 from typing import TYPE_CHECKING, Any
@@ -22,20 +22,20 @@ from tests.support.fleet_hosts import FileHost, coordinator_process, member_proc
 from tests.support.processes import state
 from weightsync.errors import WeightSyncError
 from weightsync.failpoints import VARIABLE
+from weightsync_server.coordination import open_register
+from weightsync_server.decide import ApplyOrder, Verdict
 from weightsync_server.fleet.coordinator import Coordinator
-from weightsync_server.fleet.decision import decide
 from weightsync_server.fleet.fleet_history import HistoryReader
-from weightsync_server.fleet.fleet_keys import MEMBERS
-from weightsync_server.fleet.fleet_limits import FleetLimits
-from weightsync_server.fleet.fleet_plan import Kind, Verdict
-from weightsync_server.fleet.fleet_records import decode_boot
-from weightsync_server.register import open_register
+from weightsync_server.fleet.fleet_records import MEMBERS, decode_boot
+from weightsync_server.fleet.fleet_settings import FleetLimits
+from weightsync_server.fleet.member_journal import MemberJournal
+from weightsync_server.fleet_host.fleet_status import list_member
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from weightsync_server.register.register import Register
+    from weightsync_server.coordination.coordination import CoordinationStore
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,6 +55,19 @@ LIMITS: dict[str, Any] = {
 PATIENCE_S = 40.0
 
 
+@dataclasses.dataclass
+class Newcomer:
+    """A member that is in no apply; the first `lines` of its host's log are of before it came."""
+
+    host: FileHost
+    process: Popen
+    lines: int
+
+    @property
+    def served(self) -> set[int]:
+        return {number for _, number in self.host.log[self.lines :]} - {0}
+
+
 class Site:
     """Three members as processes, which tests kill, and a plan of faults for each.
 
@@ -69,7 +82,7 @@ class Site:
         number: Of the version that the test applies.
     """
 
-    register: Register
+    register: CoordinationStore
     before: int
 
     def __init__(self, url: str, folder: Path, stack: contextlib.ExitStack) -> None:
@@ -127,14 +140,40 @@ class Site:
         return True
 
     @contextlib.contextmanager
-    def coordinator(self, kind: Kind, plan: str) -> Iterator[Popen]:
+    def coordinator(self, kind: ApplyOrder, plan: str, **limits: Any) -> Iterator[Popen]:
         """Run one that applies the version, with faults."""
         with coordinator_process(
-            self.url, self.number, kind, LIMITS, os.environ | {VARIABLE: plan}
+            self.url, self.number, kind, LIMITS | limits, os.environ | {VARIABLE: plan}
         ) as process:
             yield process
 
-    async def apply(self, kind: Kind, **limits: Any) -> Verdict:
+    @contextlib.asynccontextmanager
+    async def newcomers(self) -> AsyncIterator[dict[str, Newcomer]]:
+        """Start members that serve nothing yet, of which one holds what was decided.
+
+        They have read the register when the block begins.
+        """
+        with contextlib.ExitStack() as stack:
+            found = {}
+            for name, holds in (("same", self.before), ("other", self.number + 1000)):
+                folder = self._folder / f"{name}{self.number}"
+                host = FileHost(folder)
+                await host.commit(version(holds))
+                await host.fence("it is new")
+                await MemberJournal(folder / "journal.json").stop(0)
+                lines = len(host.log)
+                process = stack.enter_context(member_process(self.url, folder, LIMITS, os.environ))
+                found[folder.name] = Newcomer(host, process, lines)
+            for name in found:
+                while not await self._has_read(name):  # noqa: ASYNC110 - a register is asked
+                    await asyncio.sleep(0.05)
+            yield found
+
+    async def _has_read(self, name: str) -> bool:
+        value = (await self.register.list(MEMBERS)).get(f"{MEMBERS}{name}")
+        return value is not None and not list_member(name, value).reason.startswith("it asks:")
+
+    async def apply(self, kind: ApplyOrder, **limits: Any) -> Verdict:
         """Apply the version, as a coordinator that nothing befalls."""
         coordinator = Coordinator(self.register, "coordinator", FleetLimits(**LIMITS | limits))
         return (await coordinator.apply(version(self.number), kind)).verdict
@@ -250,11 +289,11 @@ COORDINATOR = {
     indirect=["one_site"],
 )
 async def test_a_coordinator_of_a_barrier_is_killed(site: Site, point: str) -> None:
-    with site.coordinator(Kind.BARRIER, f"{point}=panic") as process:
+    with site.coordinator(ApplyOrder.BARRIER, f"{point}=panic") as process:
         assert await ended(process) == -signal.SIGKILL
     assert await site.until_decided() is COORDINATOR[point]
     site.number += 1
-    assert await site.apply(Kind.BARRIER) is Verdict.COMMIT
+    assert await site.apply(ApplyOrder.BARRIER) is Verdict.COMMIT
     await site.until_serving(site.number)
 
 
@@ -267,13 +306,13 @@ async def test_a_coordinator_of_a_barrier_is_killed(site: Site, point: str) -> N
     indirect=["one_site"],
 )
 async def test_a_coordinator_of_waves_is_killed(site: Site, point: str) -> None:
-    with site.coordinator(Kind.ROLLING, f"{point}=panic") as process:
+    with site.coordinator(ApplyOrder.ROLLING, f"{point}=panic") as process:
         assert await ended(process) == -signal.SIGKILL
     # It had decided on the first wave alone.
     assert await site.decided() is Verdict.ABORT
     await site.until_serving(site.before)
     site.number += 1
-    assert await site.apply(Kind.ROLLING) is Verdict.COMMIT
+    assert await site.apply(ApplyOrder.ROLLING) is Verdict.COMMIT
     await site.until_serving(site.number)
 
 
@@ -297,7 +336,7 @@ MEMBER = {
 )
 async def test_a_member_dies_or_freezes_in_a_barrier(site: Site, point: str, how: str) -> None:
     site.arm("b", f"{point}=1*{how}")
-    applying = asyncio.create_task(site.apply(Kind.BARRIER))
+    applying = asyncio.create_task(site.apply(ApplyOrder.BARRIER))
     assert await site.decided() is MEMBER[point]
     if how == "panic":
         assert await ended(site.processes["b"]) == -signal.SIGKILL
@@ -313,14 +352,14 @@ async def test_a_member_that_freezes_beyond_its_lease_starts_nothing_that_was_le
     site: Site,
 ) -> None:
     site.arm("b", "fleet.commit=1*stop")
-    assert await site.apply(Kind.BARRIER, settle_s=0.2) is Verdict.COMMIT
+    assert await site.apply(ApplyOrder.BARRIER, settle_s=0.2) is Verdict.COMMIT
     await until_stopped(site.processes["b"])
     left, lines = site.number, len(site.hosts["b"].log)
     while f"{MEMBERS}b" in await site.register.list(MEMBERS):  # noqa: ASYNC110 - a register
         await asyncio.sleep(0.05)
     site.number += 1
     # The others go on without it.
-    assert await site.apply(Kind.BARRIER, settle_s=0.2) is Verdict.COMMIT
+    assert await site.apply(ApplyOrder.BARRIER, settle_s=0.2) is Verdict.COMMIT
     site.processes["b"].send_signal(signal.SIGCONT)
     await site.until_serving(site.number)
     served = [number for _, number in site.hosts["b"].log[lines:]]
@@ -335,7 +374,7 @@ async def test_a_member_that_freezes_beyond_its_lease_starts_nothing_that_was_le
 async def test_a_member_dies_in_its_wave(site: Site, point: str) -> None:
     site.arm("b", f"{point}=1*panic")
     # For as long as a process takes to start on a busy machine, nobody is given up.
-    applying = asyncio.create_task(site.apply(Kind.ROLLING, grace_s=30.0, prepare_s=60.0))
+    applying = asyncio.create_task(site.apply(ApplyOrder.ROLLING, grace_s=30.0, prepare_s=60.0))
     assert await ended(site.processes["b"]) == -signal.SIGKILL
     site.start("b")
     # It takes up where it was, in time for its wave.
@@ -343,12 +382,80 @@ async def test_a_member_dies_in_its_wave(site: Site, point: str) -> None:
     await site.until_serving(site.number)
 
 
+on_either = pytest.mark.parametrize("one_site", cells((), battery=False), indirect=True)
+
+
+@contextlib.asynccontextmanager
+async def held(site: Site, point: str) -> AsyncIterator[tuple[Popen, dict[str, Newcomer]]]:
+    """Hold a barrier's coordinator at a point, and have others come meanwhile."""
+    # While it is stopped it stays in the register.
+    with site.coordinator(ApplyOrder.BARRIER, f"{point}=1*stop", member_ttl_s=20) as process:
+        await until_stopped(process)
+        async with site.newcomers() as came:
+            yield process, came
+
+
+async def until_they_serve(came: dict[str, Newcomer], wanted: int) -> None:
+    while any(one.host.serves != wanted for one in came.values()):  # noqa: ASYNC110 - files
+        await asyncio.sleep(0.05)
+
+
+@on_either
+async def test_those_that_come_before_a_barrier_is_decided_are_of_the_next_one(site: Site) -> None:
+    async with held(site, "fleet.coordinate") as (process, came):
+        assert site.serving == {0}
+        assert [one.served for one in came.values()] == [set(), set()]
+        process.send_signal(signal.SIGCONT)
+        assert await site.until_decided() is Verdict.ABORT
+        await ended(process)
+        names = ", ".join(sorted(came))
+        assert process.stdout is not None
+        assert process.stdout.read() == f"ABORT {names} appeared meanwhile; apply again\n"
+        await until_they_serve(came, site.before)
+        site.number += 1
+        assert await site.apply(ApplyOrder.BARRIER) is Verdict.COMMIT
+        assert site.serving == {site.number}
+        await until_they_serve(came, site.number)
+        assert [one.served for one in came.values()] == 2 * [{site.before, site.number}]
+
+
+@on_either
+async def test_those_that_come_in_a_barrier_and_freeze_serve_nothing_that_it_left(
+    site: Site,
+) -> None:
+    async with held(site, "fleet.coordinate") as (process, came):
+        for one in came.values():
+            one.process.send_signal(signal.SIGSTOP)
+        keys = {f"{MEMBERS}{name}" for name in came}
+        while keys & (await site.register.list(MEMBERS)).keys():  # noqa: ASYNC110 - a register
+            await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGCONT)
+        # Nobody waits for those that are not there.
+        assert await site.until_decided() is Verdict.COMMIT
+        assert [one.served for one in came.values()] == [set(), set()]
+        for one in came.values():
+            one.process.send_signal(signal.SIGCONT)
+        await until_they_serve(came, site.number)
+        assert [one.served for one in came.values()] == 2 * [{site.number}]
+        await ended(process)
+
+
+@pytest.mark.battery
+async def test_those_that_come_after_a_commit_go_to_it_at_once(site: Site) -> None:
+    async with held(site, "fleet.decided") as (process, came):
+        await until_they_serve(came, site.number)
+        assert [one.served for one in came.values()] == 2 * [{site.number}]
+        process.send_signal(signal.SIGCONT)
+        assert await site.until_decided() is Verdict.COMMIT
+        await ended(process)
+
+
 @on_etcd
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 async def test_etcds_leader_leaves_while_hosts_stand_still(
     three: Etcd, site: Site, how: signal.Signals
 ) -> None:
-    with site.coordinator(Kind.BARRIER, "fleet.coordinate=1*sleep(0.5)") as process:
+    with site.coordinator(ApplyOrder.BARRIER, "fleet.coordinate=1*sleep(0.5)") as process:
         await site.until_serving(0)
         three.signal(three.leader(), how)
         await site.until_decided()
@@ -357,7 +464,7 @@ async def test_etcds_leader_leaves_while_hosts_stand_still(
 
 @on_etcd
 async def test_etcd_loses_its_quorum_while_hosts_stand_still(three: Etcd, site: Site) -> None:
-    with site.coordinator(Kind.BARRIER, "fleet.coordinate=1*sleep(2)"):
+    with site.coordinator(ApplyOrder.BARRIER, "fleet.coordinate=1*sleep(2)"):
         await site.until_serving(0)
         leader = three.leader()
         lost = [number for number in range(3) if number != leader]
@@ -370,19 +477,3 @@ async def test_etcd_loses_its_quorum_while_hosts_stand_still(three: Etcd, site: 
         for number in lost:
             three.start(number)
         await site.until_decided()
-
-
-async def test_16_racing_deciders_agree_on_etcd(three: Etcd) -> None:
-    url = three.url(f"fleet/{secrets.token_hex(8)}")
-    racers = [open_register(url) for _ in range(16)]
-    for number in range(1, 31):
-        verdicts = [Verdict.COMMIT if at % 2 else Verdict.ABORT for at in range(16)]
-        found = await asyncio.gather(
-            *(
-                decide(one, number, 1, verdict, f"m{at}")
-                for at, (one, verdict) in enumerate(zip(racers, verdicts, strict=True))
-            )
-        )
-        assert len(set(found)) == 1
-    for one in racers:
-        await one.close()

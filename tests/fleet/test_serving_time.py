@@ -22,7 +22,7 @@ from tests.support.following import until
 from tests.support.memory_bridge import memory_bridge
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.engine import EngineState
-from weightsync.engine.serve_limit import ServeLimit
+from weightsync.engine.leases import ServeLimit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

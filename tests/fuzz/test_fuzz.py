@@ -36,7 +36,7 @@ def test_the_corpus_passes(target: str, tmp_path: Path) -> None:
     assert 0 < limits.figures.accepted < limits.figures.inputs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(conversations)
 def test_hostile_streams_leave_whole_versions_and_nothing_else(callers: list[Hostile]) -> None:
     asyncio.run(play(callers))

@@ -22,15 +22,15 @@ from tests.support.attached_site import content_of, started, unlike
 from tests.support.attached_trainer import keep_busy
 from weightsync.errors import Reason
 from weightsync.gpu.ipc import DeviceError, device_with
-from weightsync_client import Client, ClientError, LiveCheck, RefusedError, Way
-from weightsync_client.attach.written_boxes import TrainerBox, copy_boxes
+from weightsync_client import Client, ClientError, LiveCheck, RefusedError, TransferPath
+from weightsync_client.attach.joint_update import TrainerBox, copy_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tests.support.attached_site import AttachedSite
     from weightsync_client.attach import Attached
-    from weightsync_client.attach.written_boxes import WrittenBox
+    from weightsync_client.attach.joint_update import WrittenBox
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -136,7 +136,7 @@ def test_an_apply_is_seen_through_the_views(site: AttachedSite) -> None:
 def test_what_is_attached_is_pushed_from_where_it_lies(site: AttachedSite) -> None:
     with site.client() as client, client.attach() as attached:
         pushed = client.push(dict(attached), delta="never")
-        assert (pushed.way, pushed.way_reason) == (Way.SAME_HOST, "")
+        assert (pushed.way, pushed.way_reason) == (TransferPath.SAME_HOST, "")
         wanted = content_of(site.first)
         for pulled in client.tensors(pushed.version):
             assert torch.equal(pulled.torch(), wanted[pulled.name]), pulled.name

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 from safetensors.torch import load_file  # noqa: E402 - after the skip
 
 from benchmarks.servers import weightsync_server  # noqa: E402
-from weightsync.shm.same_host_client import IpcPlacement, SameHostClient  # noqa: E402
+from weightsync.shm.same_host import IpcPlacement, SameHostClient  # noqa: E402
 from weightsync_client import Client, Fallback, PushKind, ShardedTensor  # noqa: E402
 from weightsync_client.transport.cuda_ipc import CudaIpcTransport  # noqa: E402
 

@@ -13,13 +13,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.unit.client.servicer import Running, Servicer, start  # noqa: E402 - after the skip
-from weightsync.gpu.device_digest import DeviceDigests  # noqa: E402
-from weightsync.gpu.device_kernels import kernels_of  # noqa: E402
+from weightsync.gpu.device_kernels import DeviceDigests, kernels_of  # noqa: E402
 from weightsync.model.digest import content_digest, tensor_digest  # noqa: E402
 from weightsync_client import Client, Fallback, PushKind  # noqa: E402
-from weightsync_client.snapshot import copy_budget  # noqa: E402
-from weightsync_client.snapshot.changed_elements import find_changed  # noqa: E402
-from weightsync_client.snapshot.device_tensor import DeviceTensor  # noqa: E402
+from weightsync_client.snapshot import snapshot  # noqa: E402
+from weightsync_client.snapshot.device_tensor import DeviceTensor, find_changed  # noqa: E402
 from weightsync_client.snapshot.host_tensor import HostTensor  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -98,7 +96,7 @@ def test_our_kernels_find_what_pytorch_finds(dtype: Any, share: float) -> None:
 def test_without_room_on_the_device_the_host_compares(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_budget, "_device_room_for", lambda _device, _size: False)
+    monkeypatch.setattr(snapshot, "_device_room_for", lambda _device, _size: False)
     tensors = model()
     # The first push finds out whether the server copies tensors by itself.
     assert client.push(tensors).fallback_reason is Fallback.FIRST

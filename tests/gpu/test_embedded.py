@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 def test_it_is_pushed_to_restarted_and_leaves_nothing() -> None:
     root = Path(tempfile.mkdtemp(prefix="ws-"))
-    flags = ("--gpu-memory-utilization", "0.3")
+    # A fixed cache: vLLM measures the device otherwise, and fails while other engines start there.
+    flags = ("--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(1 << 30))
     site = EmbeddedSite(root, "bfloat16", flags=flags, sizes={"hidden": 1024, "layers": 4})
     try:
         site.walk()

@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
 from safetensors.torch import load  # noqa: E402 - after the skip
 from torch.multiprocessing.reductions import rebuild_cuda_tensor  # noqa: E402
 
-from weightsync.vllm.transfer.ipc_handles import from_plain  # noqa: E402
-from weightsync.vllm.worker.update_receiver import UpdateReceiver  # noqa: E402
+from weightsync.vllm.extensions.received.ipc_handles import from_plain  # noqa: E402
+from weightsync.vllm.extensions.received.update_receiver import UpdateReceiver  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {"big": (3000, 4099), "small": (7,), "one"
 _TRAINER = f"""
 import json, sys, torch
 from torch.multiprocessing.reductions import reduce_tensor
-from weightsync.vllm.transfer.ipc_handles import to_plain
+from weightsync.vllm.extensions.received.ipc_handles import to_plain
 torch.manual_seed(5)
 kept = [torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in {list(_SHAPES.values())}]
 print(json.dumps(to_plain([{{"gpu": reduce_tensor(t)[1]}} for t in kept])), flush=True)

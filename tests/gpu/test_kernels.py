@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from weightsync.gpu import spans as spans_
-from weightsync.gpu.device_digest import Digests, digestible
-from weightsync.gpu.device_kernels import KernelError, Kernels, Launch
-from weightsync.gpu.finder import KernelFinder
-from weightsync.gpu.torch_finder import TorchFinder
+from weightsync.gpu import device_kernels
+from weightsync.gpu.device_find import KernelFinder, TorchFinder
+from weightsync.gpu.device_kernels import Digests, KernelError, Kernels, Launch, digestible
 from weightsync.model.digest import tensor_digest
-from weightsync.vllm.cuda.blocks import Block
-from weightsync.vllm.cuda.patch_find import groups_of
-from weightsync.vllm.cuda.scatter import Scatter, launch_of
-from weightsync.vllm.cuda.span_launch import Spans
+from weightsync.model.tensor_bits import as_ints
+from weightsync.vllm.cuda.device_patch import groups_of
+from weightsync.vllm.cuda.memory_budget import Block
+from weightsync.vllm.cuda.scatter import Scatter, Spans, launch_of
 from weightsync.vllm.cuda.staged_write import Staged
 from weightsync.vllm.cuda.uploader import StreamThrottle
-from weightsync.vllm.plan.int_views import as_ints
 from weightsync.vllm.plan.load_plan import Strides
 
 pytestmark = [
@@ -79,7 +76,7 @@ def test_every_bit_counts(kernels: Kernels, place: int) -> None:
 def test_spans_are_copied_and_compared(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, span: int
 ) -> None:
-    monkeypatch.setattr(spans_, "SPAN", span)
+    monkeypatch.setattr(device_kernels, "SPAN", span)
     sizes = (1, 15, 16, 17, 63, 64, 65, 8192, 8193, 65536, 300_001)
     live = [torch.zeros(size + 32, dtype=torch.uint8, device=_DEVICE) for size in sizes]
     wanted = [_random(size) for size in sizes]

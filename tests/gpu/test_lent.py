@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from weightsync.shm.incoming_version import HANDLE_BYTES, IpcAddresses  # noqa: E402 - after the skip
-from weightsync.vllm.cuda.ipc_copy import IpcMappings  # noqa: E402
+from weightsync.vllm.cuda.prefetched import IpcMappings  # noqa: E402
 from weightsync.vllm.cuda.uploader import StreamThrottle  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,6 @@
 """Every kind of model on a CUDA vLLM with CUDA graphs: an update equals a fresh engine.
 
-docs/models.md has a row for each kind. Needs a GPU, and a vLLM of 0.26 or newer built for it.
+docs/reference/models.md has a row for each kind. Needs a GPU, and a vLLM built for it.
 """
 
 from __future__ import annotations

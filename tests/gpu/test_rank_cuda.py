@@ -14,13 +14,14 @@ from tests.support.staging import Staging
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync.gpu.device_kernels import Kernels
+from weightsync.model.tensor_bits import as_ints
 from weightsync.vllm.cuda import cuda_ops as device_
-from weightsync.vllm.cuda import device_patch, patch_find
+from weightsync.vllm.cuda import device_patch
 from weightsync.vllm.cuda.cuda_runtime import Runtime
 from weightsync.vllm.cuda.memory_budget import MemoryBudget
 from weightsync.vllm.cuda.scatter import Scatters
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import as_ints, memory_of
+from weightsync.vllm.plan.int_views import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +46,8 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
 def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every rank room, and let a few elements of a toy model be few enough for a patch."""
     monkeypatch.setenv("WEIGHTSYNC_DEVICE_ROOM", "1GiB")
-    monkeypatch.setattr(patch_find, "_WORTH", 1)
-    monkeypatch.setattr(patch_find, "_DENSE", 2)
+    monkeypatch.setattr(device_patch, "_WORTH", 1)
+    monkeypatch.setattr(device_patch, "_DENSE", 2)
 
 
 def _worker(staging: Staging, rank: int, dtype: Any) -> Worker:
@@ -263,8 +264,8 @@ def _large(seed: int) -> dict[str, torch.Tensor]:
 def test_half_of_a_model_crosses_the_bus_once(
     staging: Staging, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    monkeypatch.setattr(patch_find, "_WORTH", 32)
-    monkeypatch.setattr(patch_find, "_DENSE", 8)
+    monkeypatch.setattr(device_patch, "_WORTH", 32)
+    monkeypatch.setattr(device_patch, "_DENSE", 8)
     monkeypatch.setenv("WEIGHTSYNC_DEVICE_ROOM", room)
     first, second = _large(1), _large(2)
     model = Large(1)

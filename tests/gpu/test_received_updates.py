@@ -106,7 +106,13 @@ def _serving(root: Path, engine: LlmActor | VllmServer) -> Iterator[WeightSyncSe
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_is_sent_over_ipc_is_a_version(root: Path, packed: bool) -> None:
     folders = _folders(root)
-    arguments = {"dtype": "bfloat16", "gpu_memory_utilization": _SHARE, "enforce_eager": True}
+    arguments = {
+        "dtype": "bfloat16",
+        "gpu_memory_utilization": _SHARE,
+        # Fixed: vLLM measures the device otherwise, and fails while other engines start there.
+        "kv_cache_memory_bytes": 1 << 30,
+        "enforce_eager": True,
+    }
     actor = LlmActor(folders[0], root / "run", "weightsync_ipc", arguments, NO_MULTICAST)
     with _serving(root, actor) as server:
         trainer = _Trainer(*folders)

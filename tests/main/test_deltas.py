@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support import trained
 from tests.support.server_fixtures import RETRY, Relay, every_kind, ingested
+from tests.support.trained import Tensors, step
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, Fallback, PushKind, Retry, UnavailableError
 
-Tensors = dict[str, torch.Tensor]
+model = partial(trained.model, count=6, elements=700_000)
 
 # Six modules may share two cores, with other work beside.
 pytestmark = pytest.mark.timeout(180)
-
-
-def model(seed: int = 0, count: int = 6, elements: int = 700_000) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        f"layers.{i}.weight": torch.randn(elements + i, generator=generator).to(torch.bfloat16)
-        for i in range(count)
-    }
-
-
-def step(tensors: Tensors, seed: int, share: float = 0.01) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in tensors.values():
-        bits = tensor.view(torch.int16)
-        bits += (torch.rand(bits.shape, generator=generator) < share).to(torch.int16)
 
 
 def check(client: Client, version: int, tensors: Tensors) -> None:
@@ -146,7 +134,7 @@ def test_the_same_content_as_delta_and_in_full_is_one_version(client: Client) ->
 
 @every_kind
 def test_two_clients_take_turns_on_one_model(server: WeightSyncServer) -> None:
-    mine, theirs = model(1, 2), model(2, 2)
+    mine, theirs = model(1, count=2), model(2, count=2)
     with (
         Client(server.address, model="default", retry=RETRY) as first,
         Client(server.address, model="default", retry=RETRY) as second,

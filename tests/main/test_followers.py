@@ -21,7 +21,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason
 from weightsync_client import Client, ClientError, PushKind, RefusedError
 from weightsync_server.auth.principals import new_token, token_hash
-from weightsync_server.catalog.local_numbers import local_number
+from weightsync_server.catalog.record import local_number
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -38,6 +38,18 @@ def pair(request: pytest.FixtureRequest, folder: Path) -> tuple[FollowingServer,
     origin = FollowingServer(folder / "a")
     urls = {"file": f"file://{origin.store}", "grpc": f"grpc://{origin.address}"}
     return origin, FollowingServer(folder / "b", "--follow", urls[request.param])
+
+
+#: Once over each kind of origin in CI; of what does not depend on it, the rest is in the battery.
+_over_one = pytest.mark.parametrize(
+    "pair",
+    [
+        "grpc",
+        pytest.param("file", marks=pytest.mark.battery),
+        pytest.param("s3", marks=pytest.mark.battery),
+    ],
+    indirect=True,
+)
 
 
 def _equal(client: Client, version: int, expected: dict[str, torch.Tensor]) -> bool:
@@ -76,6 +88,7 @@ def test_a_follower_has_each_version_before_it_is_asked_to_apply_it(
         assert client.verify().version == version.version - 1
 
 
+@_over_one
 def test_one_that_was_away_goes_straight_to_the_newest(
     pair: tuple[FollowingServer, FollowingServer],
 ) -> None:
@@ -100,6 +113,7 @@ def test_one_that_was_away_goes_straight_to_the_newest(
             assert _equal(client, after.version, tensors)
 
 
+@_over_one
 def test_it_serves_from_its_cache_while_the_origin_is_dead(
     pair: tuple[FollowingServer, FollowingServer],
 ) -> None:
@@ -165,6 +179,7 @@ def test_a_follower_follows_a_follower(folder: Path) -> None:
         assert _equal(other, version.version, tensors)
 
 
+@_over_one
 @pytest.mark.parametrize("delta", [False, True], ids=["full", "delta"])
 def test_one_that_is_killed_in_the_midst_of_a_fetch_goes_on(
     pair: tuple[FollowingServer, FollowingServer], *, delta: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import ssl
@@ -377,6 +378,78 @@ def test_who_leaves_changes_nothing(site: _Site) -> None:
     site.server.stub.AbortPush(pb.AbortPushRequest(push_id=push_id), timeout=10)
     end = time.monotonic() + 30
     while not _equal(site.live()[1], _tensors(8)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+#: Senders that may wait for one update.
+_WAITING = 64
+
+
+def test_senders_who_left_an_update_hold_nothing_and_it_goes_on(site: _Site) -> None:
+    push_id, step = _occupy(site), site.step(21)
+    assert site.server.process is not None
+    server = psutil.Process(site.server.process.pid)
+    before, threads = site.client.status().models[0].live_version, server.num_threads()
+    begun = set[str]()
+    for _ in range(5):
+        senders = _all_that_may_wait(site, step)
+        _wait_for_pushes(site, 2)
+        begun = begun or _open_pushes(site)
+        for sender in senders:
+            sender.close()
+        _wait_for_none(server, site.url)
+        # It is the update of the first, and nobody's now.
+        assert _open_pushes(site) == begun
+        assert server.num_threads() < threads + _WAITING
+    staying = _all_that_may_wait(site, step)
+    assert site.post(site.step(22)).status_code == 503
+    assert site.http.get("/is_paused").json() == {"is_paused": False}
+    assert site.http.get("/health").status_code == 200
+    site.server.stub.AbortPush(pb.AbortPushRequest(push_id=push_id), timeout=10)
+    (answer,) = set(map(_read, staying))
+    done = json.loads(answer.rpartition(b"\r\n\r\n")[2])
+    assert (done["previous_version"], done["version"]) == (before, site.live()[0])
+    assert _equal(site.live()[1], _tensors(21))
+    assert not _open_pushes(site)
+
+
+def _all_that_may_wait(site: _Site, weight_dir: Path) -> list[socket.socket]:
+    """Post a folder until one more is refused; return the connections of those who wait."""
+    senders = [_send(site, weight_dir) for _ in range(_WAITING + 1)]
+    ((refused,), *_) = select.select(senders, [], [], 30)
+    answer = _read(refused)
+    assert answer.split()[1] == b"503", answer
+    assert b"LIMIT_EXCEEDED" in answer
+    senders.remove(refused)
+    return senders
+
+
+def _read(connection: socket.socket) -> bytes:
+    with connection, connection.makefile("rb") as answer:
+        return answer.read()
+
+
+def _open_pushes(site: _Site) -> set[str]:
+    return {push.push_id for push in site.client.status().models[0].pushes}
+
+
+def _send(site: _Site, weight_dir: Path) -> socket.socket:
+    """Post a folder; return the connection, whose answer is to come."""
+    content = json.dumps({"weight_dir": str(weight_dir)})
+    head = f"POST /update_weights HTTP/1.1\r\nHost: h\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", int(site.url.rpartition(":")[2])), 30)
+    connection.sendall((head + content).encode())
+    return connection
+
+
+def _wait_for_none(server: psutil.Process, url: str) -> None:
+    """Return when the server holds no connection of the HTTP API."""
+    port = int(url.rpartition(":")[2])
+    end = time.monotonic() + 30
+    while any(
+        one.laddr.port == port and one.status != "LISTEN" for one in server.net_connections("tcp")
+    ):
         assert time.monotonic() < end
         time.sleep(0.05)
 

@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
+import secrets
 import signal
 import tempfile
 import threading
@@ -19,18 +21,18 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.in_place_trainers import joint_update, stopped_trainer
-from tests.support.late_writers import WAYS, late_writer
+from tests.support.late_writers import WAYS, late_writer, second_job
 from tests.support.scraped import scraped
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync_client import Client, ClientError, InvalidError, LiveCheck, ShardedTensor
-from weightsync_client.attach.transaction_call import TransactionCall
+from weightsync_client.attach.transaction import TransactionCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from weightsync_client.attach import Attached
-    from weightsync_client.attach.written_boxes import WrittenBox
+    from weightsync_client.attach.joint_update import WrittenBox
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -284,6 +286,129 @@ def test_a_rollback_ends_a_block(site: _Site) -> None:
     assert site.recover() == site.first
 
 
+def test_the_pause_ends_by_the_setting_however_often_it_is_renewed() -> None:
+    with tempfile.TemporaryDirectory(prefix="wsi") as name:
+        site = _Site(Path(name), "--in-place-pause-s=1")
+        try:
+            site.begin()
+            with site.attached() as attached:
+
+                def renew() -> None:
+                    # It raises when the server has ended the block.
+                    _until(attached._transaction.renew)  # type: ignore[union-attr]
+
+                message = _refused(attached, Reason.APPLY_RESTORED, renew, lease_s=20.0)
+                assert "has stood still for 1 s, which is --in-place-pause-s" in message
+                assert site.server.wait_serving().live_version == site.first
+                assert torch.equal(attached.read("b"), _tensors(1)["b"])
+                attached.check()
+                with attached.transaction():
+                    _add(attached, 10)
+            assert site.recover() == site.first + 1
+        finally:
+            site.server.kill()
+
+
+def test_a_rollback_ends_a_block_also_where_there_is_no_way_back() -> None:
+    """However long the trainer may write: nobody who has the role apply has to wait for it."""
+    with tempfile.TemporaryDirectory(prefix="wsi") as name:
+        site = _Site(Path(name))
+        try:
+            site.server.start()
+            live = site.server.wait_serving(_START_S).live_version
+            with site.client() as client, site.attached() as attached:
+
+                def roll_back() -> None:
+                    with pytest.raises(ClientError) as caught:
+                        client.rollback()
+                    assert caught.value.reason is Reason.NO_ROLLBACK
+
+                message = _refused(attached, Reason.APPLY_RESTORED, roll_back, lease_s=600.0)
+                assert "a rollback was asked for" in message
+                assert torch.equal(attached.read("b"), _tensors(1)["b"])
+            assert site.recover() == live
+        finally:
+            site.server.kill()
+
+
+def test_a_rollback_ends_a_transaction_that_has_not_begun_to_write(site: _Site) -> None:
+    """While the ranks are unproved; the trainer is given nothing to write with any more."""
+    with site.client() as client, site.attached() as attached:
+        client.apply(client.push(_tensors(5)).version)
+        attached.version = site.first + 1
+        site.plan.write_text("in_place.begun=1*sleep(1)")
+        rollback = threading.Timer(0.5, client.rollback)
+        rollback.start()
+        message = _refused(attached, Reason.APPLY_RESTORED, lambda: pytest.fail("it may not write"))
+        assert "a rollback was asked for" in message
+        rollback.join()
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+    assert site.recover() == site.first
+
+
+def _begins(attached: Attached) -> TransactionCall:
+    """Return a call that waits for the engine, whose answer nobody awaits yet."""
+    call = attached.transaction().call
+    threading.Thread(target=_ignoring, args=[call.begin, attached.version], daemon=True).start()
+    _until(lambda: call._call is not None)
+    return call
+
+
+def _ignoring(call: Callable[..., object], *args: object) -> None:
+    with contextlib.suppress(ClientError):
+        call(*args)
+
+
+def test_what_came_to_nothing_while_it_waited_pauses_nothing(site: _Site) -> None:
+    """Of a trainer that waits for others and gives up, or before whose turn a rollback comes."""
+    with site.client() as client, site.attached() as attached:
+        client.apply(client.push(_tensors(5)).version)
+        attached.version = site.first + 1
+
+        def wait() -> None:
+            given_up = _begins(attached)
+            left = _begins(attached)
+            time.sleep(0.5)
+            given_up._call.cancel()
+            time.sleep(0.5)
+            client.rollback()
+            with pytest.raises(ClientError, match="nothing was begun and nothing paused") as caught:
+                left._answer()
+            assert caught.value.reason is Reason.APPLY_BUSY
+
+        assert "a rollback was asked for" in _refused(attached, Reason.APPLY_RESTORED, wait)
+        assert torch.equal(attached.read("b"), _tensors(1)["b"])
+        assert site.log.count("is put back") == 1
+    assert site.recover() == site.first
+
+
+def test_a_rollback_does_not_wait_for_a_push(site: _Site) -> None:
+    """That hangs, while a thread renews the lease; it leaves what is not pushed, and no more."""
+    with site.client() as client, site.attached() as attached:
+        client.apply(client.push(_tensors(5)).version)
+        attached.version = site.first + 1
+        key, answers = secrets.token_hex(8), []
+
+        def roll_back() -> None:
+            answers.append(client.rollback(idempotency_key=key))
+
+        with _pushing(attached, roll_back):
+            _refused(attached, Reason.VERSION_NOT_ABOVE, lease_s=0.6)
+        assert torch.equal(attached.read("b"), _tensors(5)["b"])
+        # Its answer may have been lost.
+        roll_back()
+    site.server.kill()
+    site.server.start()
+    site.server.wait_serving(_START_S)
+    with site.client() as client:
+        roll_back()
+        assert {answer.report.version for answer in answers} == {site.first + 1}
+        assert {answer.rejected_version for answer in answers} == {0}
+        assert client.status().models[0].live_version == site.first + 1
+        assert client.rollback().report.version == site.first
+    assert site.recover() == site.first
+
+
 def test_a_transaction_is_that_of_an_attachment(site: _Site) -> None:
     with site.attached() as attached:
         transaction = attached.transaction()
@@ -294,6 +419,93 @@ def test_a_transaction_is_that_of_an_attachment(site: _Site) -> None:
             assert caught.value.reason is Reason.ENGINE_REFUSED
             transaction = attached.transaction()
     assert site.recover() == site.first
+
+
+def test_a_server_that_was_short_of_descriptors_serves_again() -> None:
+    """It keeps nothing open by which the memory can be written."""
+    with tempfile.TemporaryDirectory(prefix="wsi") as name:
+        site = _Site(Path(name))
+        try:
+            site.begin()
+            with site.attached() as attached:
+                take = attached.open_block
+
+                def short(transaction: str) -> None:
+                    # It takes two of each rank, for its gate and its memory.
+                    with _descriptors_left(site.server, 2):
+                        take(transaction)
+
+                attached.open_block = short  # type: ignore[method-assign]
+                with (
+                    pytest.raises(ClientError, match="raise the limit on open files"),
+                    attached.transaction(),
+                ):
+                    pytest.fail("it may not be written")
+                attached.open_block = take  # type: ignore[method-assign]
+                with attached.transaction():
+                    _add(attached, 10)
+            assert site.recover() == site.first + 1
+        finally:
+            site.server.kill()
+
+
+@contextlib.contextmanager
+def _descriptors_left(server: WeightSyncServer, count: int) -> Iterator[None]:
+    assert server.process is not None
+    pid = server.process.pid
+    used = {int(fd.name) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    limit = next(at for at in range(1 << 20) if at - sum(fd < at for fd in used) == count)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    # What is open above it stays open.
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+#: vLLM that drains for a while in a pause of mode `wait`.
+_DRAINS = """
+import asyncio
+from weightsync.testing.memory_engine import MemoryEngine
+_pause = MemoryEngine.pause
+async def pause(self, spec, lease_s):
+    if spec.mode == "wait":
+        await asyncio.sleep(3)
+    return await _pause(self, spec, lease_s)
+MemoryEngine.pause = pause
+"""
+
+
+def test_nothing_is_written_while_the_engine_still_generates() -> None:
+    """By a process of the same job that knows the transaction by GetStatus."""
+    with tempfile.TemporaryDirectory(prefix="wsi") as name:
+        site = _Site(Path(name))
+        patch = Path(name) / "patch"
+        patch.mkdir()
+        (patch / "sitecustomize.py").write_text(_DRAINS)
+        path = f"{patch}:{os.environ.get('PYTHONPATH', '')}"
+        site.server.variables = {**site.server.variables, "PYTHONPATH": path}
+        try:
+            site.begin()
+            with site.client() as client, site.attached() as attached:
+                transaction = attached.transaction(pause="wait")
+                beginning = threading.Thread(target=transaction.begin)
+                beginning.start()
+                _until(lambda: client.status().models[0].engines[0].apply_id)
+                # It hands out nothing before INTENT, which comes at once.
+                time.sleep(0.5)
+                begun = client.status().models[0].engines[0].apply_id
+                with pytest.raises(ClientError, match=f"transaction {begun} is not open"):
+                    attached.open_block(begun)
+                assert not transaction.id, "it was not asked in time"
+                beginning.join()
+                attached.write("b", _tensors(5)["b"])
+                transaction.abort()
+                assert torch.equal(attached.read("b"), _tensors(1)["b"])
+            assert site.recover() == site.first
+        finally:
+            site.server.kill()
 
 
 @pytest.mark.parametrize(
@@ -379,6 +591,64 @@ def test_the_engine_generates_before_it_is_pushed(site: _Site) -> None:
         newest = client.versions()[0]
         assert (newest.residency, newest.durability) == ("staged", "committed")
         assert client.push(_tensors(7)).version == site.first + 2
+    assert site.recover() == site.first + 1
+
+
+def test_nobody_takes_what_is_not_proved_yet(site: _Site) -> None:
+    """What is pushed is not what was written; followers and controllers look all the time."""
+    site.plan.write_text("in_place.copied=1*sleep(2)")
+    with site.client() as client, site.attached() as attached:
+        wanted, seen = _tensors(5), []
+
+        def look_on() -> None:
+            wanted["b"].add_(1)
+            watching.start()
+
+        def look() -> None:
+            while "is put back" not in site.log:
+                newest = client.versions()[0]
+                if newest.version > site.first:
+                    seen.append(newest.durability)
+
+        watching = threading.Thread(target=look)
+        with (
+            _pushing(attached, look_on),
+            pytest.raises(ClientError, match="holds something else of b") as caught,
+        ):
+            attached.update(wanted)
+        watching.join()
+        assert caught.value.reason is Reason.APPLY_RESTORED
+        assert "receiving" in seen
+        assert "committed" not in seen
+        assert client.apply().version == site.first
+    assert site.recover() == site.first
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_only_the_trainer_brings_what_it_has_written(site: _Site, *, keyed: bool) -> None:
+    """Others, who may push too, know the name of its transaction by GetStatus.
+
+    By that name a trainer of an older release pushes, so that another caller may not.
+    """
+    refused = []
+    with Client(site.address if keyed else site.server.address) as other, site.attached() as mine:
+
+        def push() -> None:
+            (model,) = other.status().models
+            options: Any = {"idempotency_key": model.engines[0].apply_id}
+            with pytest.raises(ClientError, match="what a trainer writes in place") as caught:
+                other.push(_tensors(7), version=site.first + 1, **options)
+            refused.append(caught.value.reason)
+
+        with _pushing(mine, push):
+            transaction = mine.transaction()
+            transaction.call._begin.keyed = keyed
+            with transaction:
+                _add(mine, 10)
+        assert (transaction.call.push_key == transaction.id) is not keyed
+        assert transaction.report is not None
+        assert torch.equal(mine.read("b"), _tensors(1)["b"] + 10)
+    assert refused == [Reason.PUSH_ABORTED]
     assert site.recover() == site.first + 1
 
 
@@ -812,6 +1082,50 @@ def test_what_was_written_before_the_block_is_no_part_of_it(site: _Site) -> None
     # What was counted goes with it.
     site.server.kill()
     assert site.recover() == site.first
+
+
+@pytest.mark.parametrize(
+    ("way", "comes_of_it"),
+    [
+        ("view", "SIGSEGV"),
+        ("proc mem", "SIGSEGV"),
+        ("own transaction", "which one job at a time may do"),
+        ("other's transaction", "which one job at a time may do"),
+    ],
+)
+def test_a_second_job_writes_nothing_in_the_block_of_the_first(
+    site: _Site, way: str, comes_of_it: str
+) -> None:
+    with site.client() as client, second_job(site.address) as attempt, site.attached() as attached:
+        with attached.transaction() as transaction:
+            _add(attached, 10)
+            assert comes_of_it in attempt(way, transaction.id)
+        content = {tensor.name: tensor.torch() for tensor in client.tensors(site.first + 1)}
+        for name, first in _tensors(1).items():
+            assert torch.equal(content[name], first + 10)
+            assert torch.equal(attached.read(name), first + 10)
+    assert site.recover() == site.first + 1
+
+
+@pytest.mark.battery
+def test_what_a_second_job_opens_anew_in_the_block_of_the_first_is_never_served(
+    site: _Site,
+) -> None:
+    """Nor is anything else, as long as it has that."""
+    with site.attached() as attached:
+        with second_job(site.address) as attempt:
+
+            def harm() -> None:
+                assert attached._transaction is not None
+                assert attempt("descriptor", attached._transaction.id) == "written"
+
+            message = _refused(attached, Reason.ENGINE_FENCED, harm)
+            assert "it can still write the engine's memory" in message
+            with site.client() as client:
+                assert client.versions()[0].version == site.first
+                _until(lambda: client.status().models[0].engine.state == "fenced")
+        assert site.recover() == site.first
+        assert torch.equal(attached.read("w"), _tensors(1)["w"])
 
 
 def test_a_mapping_that_is_made_in_a_block_is_never_served(site: _Site) -> None:

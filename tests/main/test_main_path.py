@@ -25,7 +25,7 @@ from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.rpc_status import from_call
-from weightsync_client import Client, Way
+from weightsync_client import Client, TransferPath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -264,7 +264,7 @@ def test_what_a_trainer_on_this_host_writes_is_what_is_served(
         # In the end the same is live as before: both slots have held what was written.
         for number in (0, 1, 0, 1):
             pushed = client.push(site.checkpoints[number], delta="never")
-            assert (pushed.way, pushed.way_reason) == (Way.SAME_HOST, "")
+            assert (pushed.way, pushed.way_reason) == (TransferPath.SAME_HOST, "")
             report = client.apply(pushed.version)
             assert {rank.content_digest for rank in report.ranks} == {pushed.content_digest}
             assert site.texts() == fresh[number]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.main.test_deltas import Tensors, check, model, step
+from tests.main.test_deltas import check, model
 from tests.support.server_fixtures import RETRY, Relay, every_kind
+from tests.support.trained import Tensors, step
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, InvalidError, NotFoundError, PushKind, Reason
 

@@ -194,6 +194,15 @@ def test_the_command_says_how_to_unpin(server: WeightSyncServer, client: Client)
     assert (done.returncode, "with `weightsync pin --undo`" in done.stderr) == (4, True)
 
 
+def test_without_http_a_server_loads_neither_the_verbs_nor_numpy(tmp_path: Path) -> None:
+    server = WeightSyncServer(tmp_path / "run", tmp_path / "state", store="memory://").start()
+    try:
+        assert server.process is not None
+        assert "numpy" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+    finally:
+        server.stop()
+
+
 def test_the_command_names_the_health_services(server: WeightSyncServer) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "weightsync_client.cli", "status", "--service", "nonsense"],

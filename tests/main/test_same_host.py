@@ -27,8 +27,7 @@ from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.world import simple
 from weightsync.delta.kernels import available
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.same_host_client import IpcPlacement, SameHostClient
-from weightsync.shm.same_host_server import WriteLease
+from weightsync.shm.same_host import IpcPlacement, SameHostClient, WriteLease
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
     AbortedError,
@@ -39,14 +38,14 @@ from weightsync_client import (
     InvalidError,
     PushKind,
     Streamed,
-    Way,
+    TransferPath,
 )
 from weightsync_client.push import policy
-from weightsync_client.source import flow, source
+from weightsync_client.source import source, tensor_stream
 from weightsync_client.source.shards import Shard
 from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
 from weightsync_client.transport import copying, shm_writer
-from weightsync_client.transport.copying.native import NativeCopier
+from weightsync_client.transport.copying import NativeCopier
 from weightsync_client.transport.cuda_ipc import CudaIpcTransport
 from weightsync_client.transport.protocol import Sent
 from weightsync_client.transport.shm_transport import ShmTransport
@@ -169,7 +168,7 @@ def test_a_state_dict_arrives_whole_whatever_its_layout(
             shard_bytes=size,
             on_progress=lambda sent, _: told.append(sent),
         )
-        assert (result.way, result.way_reason) == (Way.SAME_HOST, "")
+        assert (result.way, result.way_reason) == (TransferPath.SAME_HOST, "")
         assert result.sent_bytes == result.size_bytes == max(told)
         assert client.get_version(result.version).trainer_verified
         assert same(client, result.version, weights(seed))
@@ -242,34 +241,34 @@ def test_a_first_push_that_failed_has_tried_nothing(
 
 def test_files_and_the_next_delta_take_their_ways(client: Client, tmp_path: Path) -> None:
     first = client.push(weights(7))
-    assert (first.way, first.way_reason) == (Way.SAME_HOST, "")
+    assert (first.way, first.way_reason) == (TransferPath.SAME_HOST, "")
     changed = weights(7)
     changed["t0"][0, 0] ^= 1
     second = client.push(changed)
-    assert (second.way, second.way_reason) == (Way.STREAM, Streamed.DELTA)
+    assert (second.way, second.way_reason) == (TransferPath.STREAM, Streamed.DELTA)
     assert same(client, second.version, changed)
     client.pull(tmp_path, first.version)
     third = client.push(tmp_path, delta="never")
-    assert (third.way, third.content_digest) == (Way.SAME_HOST, first.content_digest)
+    assert (third.way, third.content_digest) == (TransferPath.SAME_HOST, first.content_digest)
 
 
 async def test_asyncio_takes_it_too(server: WeightSyncServer) -> None:
     async with AsyncClient(server.address) as client:
-        assert (await client.push(weights(8), delta="never")).way is Way.SAME_HOST
+        assert (await client.push(weights(8), delta="never")).way is TransferPath.SAME_HOST
 
 
 def test_what_cannot_go_so_is_sent_and_says_why(server: WeightSyncServer, client: Client) -> None:
     off = client.push(weights(1), delta="never", same_host="never")
-    assert (off.way, off.way_reason) == (Way.STREAM, Streamed.OFF)
+    assert (off.way, off.way_reason) == (TransferPath.STREAM, Streamed.OFF)
     once = client.push(iter(weights(2).items()), delta="never")
-    assert (once.way, once.way_reason) == (Way.STREAM, Streamed.ITERABLE)
+    assert (once.way, once.way_reason) == (TransferPath.STREAM, Streamed.ITERABLE)
     path = server.run_dir / "trainers.sock"
     path.rename(path.with_suffix(".away"))
     try:
         away = client.push(weights(3), delta="never")
     finally:
         path.with_suffix(".away").rename(path)
-    assert (away.way, away.way_reason) == (Way.STREAM, Streamed.UNREACHABLE)
+    assert (away.way, away.way_reason) == (TransferPath.STREAM, Streamed.UNREACHABLE)
     assert same(client, away.version, weights(3))
     with pytest.raises(InvalidError, match="same_host"):
         client.push(weights(4), same_host="sometimes")
@@ -284,11 +283,11 @@ def test_shards_of_several_gpus_are_written_and_say_so(
         return replace(tensor, device=torch.device("cuda", len(name) % 2), in_place=True)
 
     tensors = {"x" * (1 + number): value for number, value in enumerate(weights(9).values())}
-    monkeypatch.setattr(flow, "wrap", on_gpus)
+    monkeypatch.setattr(tensor_stream, "wrap", on_gpus)
     monkeypatch.setattr(source, "queued_work", lambda _: lambda: None)
     monkeypatch.setattr(shm_writer, "_own_streams", lambda _: nullcontext())
     result = client.push(tensors, delta="never")
-    assert (result.way, result.way_reason) == (Way.SAME_HOST, Streamed.SEVERAL_GPUS)
+    assert (result.way, result.way_reason) == (TransferPath.SAME_HOST, Streamed.SEVERAL_GPUS)
     (line,) = [record.message for record in caplog.records if "several GPUs" in record.message]
     assert "(1)" in line
     assert "push the tensors of one GPU after those of the other" in line
@@ -308,7 +307,7 @@ def test_what_another_process_of_the_trainer_keeps_open_is_sent(
 
     monkeypatch.setattr(SameHostClient, "give_back", keep_one)
     result = client.push(weights(5), delta="never", shard_bytes=1_000_000)
-    assert (result.way, result.way_reason) == (Way.STREAM, Streamed.WRITER_LEFT)
+    assert (result.way, result.way_reason) == (TransferPath.STREAM, Streamed.WRITER_LEFT)
     os.pwrite(kept[0], b"\xff" * 4096, 0)
     os.close(kept[0])
     assert same(client, result.version, weights(5))
@@ -329,7 +328,7 @@ def test_a_push_that_is_cancelled_on_the_way_leaves_nothing(client: Client) -> N
     handle.join()
     assert not client.status().models[0].pushes
     again = client.push(weights(6), delta="never")
-    assert again.way is Way.SAME_HOST
+    assert again.way is TransferPath.SAME_HOST
     assert same(client, again.version, weights(6))
 
 
@@ -372,7 +371,7 @@ def test_tensors_on_a_gpu_that_the_server_cannot_reach_are_written(
     monkeypatch.setattr(CudaIpcTransport, "_placed", somewhere)
     monkeypatch.setattr(SameHostClient, "collect", collect)
     result = client.push(weights(81), delta="never", shard_bytes=2_000_000)
-    assert (result.way, result.way_reason) == (Way.SAME_HOST, Streamed.NOT_COPIED)
+    assert (result.way, result.way_reason) == (TransferPath.SAME_HOST, Streamed.NOT_COPIED)
     assert client.get_version(result.version).trainer_verified
     assert same(client, result.version, weights(81))
     (declined,) = asked
@@ -473,7 +472,7 @@ def test_a_descriptor_that_a_child_closes_in_a_moment_is_waited_for(
 
     monkeypatch.setattr(SameHostClient, "give_back", keep_for_a_moment)
     result = client.push(weights(6), delta="never")
-    assert (result.way, result.way_reason) == (Way.SAME_HOST, "")
+    assert (result.way, result.way_reason) == (TransferPath.SAME_HOST, "")
     assert same(client, result.version, weights(6))
 
 
@@ -483,7 +482,7 @@ def test_whoever_keeps_the_memory_open_gets_no_version_and_spoils_none(
 ) -> None:
     before = listed(client)
     trainer = Trainer(server.stub, seed=30)
-    lent = trainer.borrower.borrow(0)
+    lent = trainer.borrower.take_lease(0)
     trainer.write(lent, trainer.shards[0].data)
     kept = mmap.mmap(lent.fd, 4096) if how == "mapping" else os.dup(lent.fd)
     trainer.borrower.give_back(lent)
@@ -510,7 +509,7 @@ def test_what_was_handed_over_is_lent_no_more(server: WeightSyncServer) -> None:
     trainer.hand(0)
     trainer.hand(1)
     with pytest.raises(WeightSyncError) as told:
-        trainer.borrower.borrow(0)
+        trainer.borrower.take_lease(0)
     assert told.value.reason is Reason.OFFSET_MISMATCH
     assert trainer.commit().content_digest == trainer.content
     secret = trainer.reply.same_host_offer
@@ -520,7 +519,7 @@ def test_what_was_handed_over_is_lent_no_more(server: WeightSyncServer) -> None:
 
 def test_a_shard_is_lent_to_one(server: WeightSyncServer) -> None:
     first = Trainer(server.stub, seed=50, key="two")
-    lent = first.borrower.borrow(0)
+    lent = first.borrower.take_lease(0)
     second = Trainer(server.stub, seed=50, key="two")
     assert refusal(second, 0) is Reason.SHARD_BUSY
     join = pb.PushWeightsRequest(join=pb.JoinPush(push_id=first.reply.push_id))

@@ -31,10 +31,11 @@ import weightsync_client
 from tests.support.serving import serving_memory
 from tests.support.snippets import PAGES, PROGRAMS, ROOT, Command, Snippet, blocks, commands, inline
 from weightsync_client.attach import Attached
-from weightsync_client.cli.exit_codes import ExitCode
+from weightsync_client.cli.cli_options import ExitCode
 from weightsync_client.cli.main import app, main
-from weightsync_server.http_api import HttpApi
-from weightsync_server.settings import Settings
+from weightsync_server.extensions.trainer.training import TrainVerbs
+from weightsync_server.extensions.vllm_verbs import VllmVerbs
+from weightsync_server.flags import Flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +46,13 @@ _OTHERS_FLAGS = frozenset({"--client-cert-auth", "--trusted-ca-file"})
 VLLM_FLAGS = frozenset(
     {"--api-key", "--api-server-count", "--data-parallel-size", "--dtype", "--headless", "--model"}
     | {
+        "--device-ids",
+        "--ec-manager-config",
+        "--ec-transfer-config",
         "--enable-sleep-mode",
         "--enforce-eager",
+        "--kv-offloading-size",
+        "--kv-transfer-config",
         "--load-format",
         "--nnodes",
         "--node-rank",
@@ -76,11 +82,11 @@ def _of(language: str) -> list[Snippet]:
 
 
 def test_every_block_is_of_a_language_that_is_tried_here() -> None:
-    tried = {"sh", "bash", "python", "json", "yaml", "toml", "text"}
+    tried = {"sh", "bash", "python", "json", "yaml", "toml", "text", "mermaid"}
     assert {str(block): block.language for block in blocks() if block.language not in tried} == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_no_command_stands_outside_a_block(page: Path) -> None:
     # An indented block has no language, so nobody would try it.
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -109,7 +115,7 @@ def test_it_is_toml(block: Snippet) -> None:
     assert tomllib.loads(block.text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_a_link_leads_to_the_file_that_it_names(page: Path) -> None:
     for name, target in re.findall(r"\[([^]]+)\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
@@ -202,7 +208,7 @@ def test_weightsync_takes_it(command: Command) -> None:
 @pytest.mark.parametrize("command", commands("weightsync-server"), ids=_id)
 def test_weightsync_server_takes_it(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     words = _replaced(command.words)[1:]
-    if words == ["token", "new"]:
+    if words in (["token", "new"], ["--version"], ["--help"]):
         return
     arguments = words[: words.index("--")] if "--" in words else words
     # A sentence may name a flag without its value.
@@ -213,12 +219,12 @@ def test_weightsync_server_takes_it(command: Command, monkeypatch: pytest.Monkey
         if name.startswith("WEIGHTSYNC_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("WEIGHTSYNC_FLEET_MEMBER", "host7")
-    CliApp.run(Settings, cli_args=arguments)
+    CliApp.run(Flags, cli_args=arguments)
 
 
 def _server_flags() -> set[str]:
     flags: set[str] = {"--version"}
-    for name, field in Settings.model_fields.items():
+    for name, field in Flags.model_fields.items():
         flag = name.replace("_", "-")
         flags.add(f"--{flag}")
         if field.annotation is bool:
@@ -254,14 +260,14 @@ def test_every_variable_that_a_page_names_is_read_by_something() -> None:
     folders = ("weightsync", "server", "client", "deploy", "tests", "scripts", "benchmarks")
     read = "\n".join(
         path.read_text(errors="replace")
-        for folder in folders
-        for path in (ROOT / folder).rglob("*")
+        for folder in (*(ROOT / folder for folder in folders), ROOT)
+        for path in (folder.glob("*") if folder == ROOT else folder.rglob("*"))
         if path.suffix in (".py", ".sh", ".service", ".yaml", ".yml")
     )
-    settings = {f"WEIGHTSYNC_{name.upper()}" for name in Settings.model_fields}
+    settings = {f"WEIGHTSYNC_{name.upper()}" for name in Flags.model_fields}
     for page in PAGES:
         named = set(re.findall(r"\bWEIGHTSYNC_[A-Z_]*[A-Z]\b", page.read_text()))
-        assert {name for name in named - settings if name not in read} == set(), page.name
+        assert {name for name in named - settings if name not in read} == set(), page
 
 
 # Programs of others.
@@ -285,7 +291,8 @@ def test_pip_finds_what_it_is_told_to_install(command: Command) -> None:
             assert group in project["dependency-groups"]
         case (what,):
             name, _, extras = what.partition("[")
-            assert name == project["project"]["name"]
+            # The name on an index, or the checkout that a reader is in.
+            assert name in (project["project"]["name"], ".")
             known = set(project["project"]["optional-dependencies"])
             assert set(extras.rstrip("]").split(",")) - {""} <= known
         case _:
@@ -316,7 +323,7 @@ def test_python_finds_what_it_is_told_to_run(command: Command) -> None:
 def test_compose_has_the_service(command: Command) -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     match command.words[1:]:
-        case ("compose", "up", *flags):
+        case ("compose", "-f", _, "-f", _, "up", *flags) | ("compose", "up", *flags):
             assert set(flags) <= {"--build", "--wait"}
         case ("compose", "exec" | "logs", service, *inside):
             assert service in services
@@ -330,12 +337,14 @@ def test_compose_has_the_service(command: Command) -> None:
 def test_curl_asks_for_what_there_is(command: Command) -> None:
     (url,) = (word for word in command.words if re.search(r"(localhost|127\.0\.0\.1):", word))
     path = "/" + url.removeprefix("http://").partition("/")[2]
-    assert path in HttpApi(MagicMock(), MagicMock(), [], MagicMock())._verbs
+    ours = VllmVerbs(MagicMock(), "default", []).verbs
+    assert path in ours | TrainVerbs(MagicMock(), "default").verbs
     json.loads(command.words[command.words.index("-d") + 1])
 
 
 def test_no_program_is_unknown_here() -> None:
-    shell = {"export", "for", "do", "done"}
+    # tests/matrix/test_extending.py copies what docs/how-to/extending.md does.
+    shell = {"cp", "export", "for", "do", "done", "install", "kubectl"}
     unknown = {one.words[0] for one in commands()} - PROGRAMS - shell
     assert unknown == set()
     assert (ROOT / "deploy/prometheus/alerts_test.yml").is_file()

@@ -88,8 +88,15 @@ FORMS: dict[str, tuple[Callable[[], object], int]] = {
 TRAINED = ("down.weight", "norm.weight", "steps")
 
 
-def run(rank: int, folder: str, address: str) -> None:
-    """Push every form, and write down what came of each."""
+def run(rank: int, folder: str, address: str, narrow_address: str) -> None:
+    """Push every form to two servers, and write down what came of each.
+
+    Args:
+        rank: Its number.
+        folder: Where it is written down.
+        address: Of a server without an engine.
+        narrow_address: Of one whose engine has all floats as BF16.
+    """
     meet = f"file://{folder}/meet"
     torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=RANKS)
     results: dict[str, list[object]] = {}
@@ -114,5 +121,10 @@ def run(rank: int, folder: str, address: str) -> None:
                 results[name] = [pushed.version, pushed.content_digest, pushed.sent_bytes]
             except ClientError as error:
                 results[name] = [str(error.reason), str(error)]
+    with Client(narrow_address) as client:
+        for step, (name, (make, _)) in enumerate(FORMS.items()):
+            made = make()
+            result = client.push(made, step=step)
+            results[f"{name}_cast"] = [result.content_digest, result.sent_bytes, result.cast]
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()

@@ -21,7 +21,7 @@ from tests.matrix.test_box_deltas import (
 )
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync import failpoints
-from weightsync_client import PushKind, Way
+from weightsync_client import PushKind, TransferPath
 
 
 class Site:
@@ -64,7 +64,7 @@ def test_ingest_processes_write_boxes_and_what_changed_in_them(site: Site, along
         assert site.hits.read_text().count("ingest.chunk") > by_ingest
     assert kinds(first) == [PushKind.FULL] * WRITERS
     assert kinds(second) == [PushKind.DELTA] * WRITERS
-    assert {result.way for result in first + second} == {Way.STREAM}
+    assert {result.way for result in first + second} == {TransferPath.STREAM}
     compare(site.server, after, second)
 
 

@@ -12,9 +12,17 @@ import pytest
 
 from tests.support.server_fixtures import RETRY
 from tests.support.weightsync_server import WeightSyncServer, short_server
-from weightsync.shm.same_host_client import SameHostClient
-from weightsync_client import Client, ClientError, Declared, PushKind, Reason, Streamed, Way
-from weightsync_client.source import flow, shards
+from weightsync.shm.same_host import SameHostClient
+from weightsync_client import (
+    Client,
+    ClientError,
+    Declared,
+    PushKind,
+    Reason,
+    Streamed,
+    TransferPath,
+)
+from weightsync_client.source import shards, tensor_stream
 from weightsync_client.source.shards import Shard
 
 COUNT, ROWS = 40, 500
@@ -159,7 +167,7 @@ def test_what_was_declared_is_written_into_the_servers_memory(
         shard_bytes=shard_bytes,
         on_progress=lambda *done: sent.append(done),
     )
-    assert (pushed.way, pushed.way_reason) == (Way.SAME_HOST, "")
+    assert (pushed.way, pushed.way_reason) == (TransferPath.SAME_HOST, "")
     # How much it is was known before.
     assert sent[-1][0] == sent[0][1] > 0
     whole = client.push(state, delta="never", shard_bytes=shard_bytes)
@@ -171,7 +179,7 @@ def test_a_delta_that_does_not_pay_is_written_all_the_same(client: Client) -> No
     client.push(first.declared())
     second.state = {name: tensor + 1 for name, tensor in second.state.items()}
     pushed = client.push(second.declared())
-    assert (pushed.kind, pushed.way) == (PushKind.FULL, Way.SAME_HOST)
+    assert (pushed.kind, pushed.way) == (PushKind.FULL, TransferPath.SAME_HOST)
     assert second.given == COUNT
     assert client.push(second.state, delta="never").content_digest == pushed.content_digest
 
@@ -179,9 +187,9 @@ def test_a_delta_that_does_not_pay_is_written_all_the_same(client: Client) -> No
 def test_without_a_declaration_or_the_hand_off_it_is_streamed(client: Client) -> None:
     trainer = Trainer(tensors(7))
     streamed = client.push(trainer.pairs(), delta="never")
-    assert (streamed.way, streamed.way_reason) == (Way.STREAM, Streamed.ITERABLE)
+    assert (streamed.way, streamed.way_reason) == (TransferPath.STREAM, Streamed.ITERABLE)
     declared = client.push(trainer.declared(), delta="never", same_host="never", shard_bytes=9000)
-    assert (declared.way, declared.way_reason) == (Way.STREAM, Streamed.OFF)
+    assert (declared.way, declared.way_reason) == (TransferPath.STREAM, Streamed.OFF)
     assert declared.content_digest == streamed.content_digest
 
 
@@ -195,26 +203,26 @@ def test_a_hand_off_that_cannot_be_reached_is_no_failure(
         pushed = client.push(trainer.declared(), delta="never", shard_bytes=30_000)
     finally:
         path.with_suffix(".away").rename(path)
-    assert (pushed.way, pushed.way_reason) == (Way.STREAM, Streamed.UNREACHABLE)
+    assert (pushed.way, pushed.way_reason) == (TransferPath.STREAM, Streamed.UNREACHABLE)
     whole = client.push(trainer.state, delta="never", shard_bytes=30_000)
     assert whole.content_digest == pushed.content_digest
 
 
-@pytest.mark.parametrize("step", ["borrow", "written"])
+@pytest.mark.parametrize("step", ["take_lease", "written"])
 def test_a_hand_off_that_ends_on_the_way_is_no_failure(
     client: Client, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     ordinary = getattr(SameHostClient, step)
 
-    def cut(lender: SameHostClient, shard: int, *facts: Any) -> Any:
+    def cut(offers: SameHostClient, shard: int, *facts: Any) -> Any:
         if shard == 4:
-            lender.close()
-        return ordinary(lender, shard, *facts)
+            offers.close()
+        return ordinary(offers, shard, *facts)
 
     monkeypatch.setattr(SameHostClient, step, cut)
     trainer = Trainer(tensors(12))
     pushed = client.push(trainer.declared(), delta="never", shard_bytes=30_000)
-    assert (pushed.way, pushed.way_reason) == (Way.SAME_HOST, Streamed.UNREACHABLE)
+    assert (pushed.way, pushed.way_reason) == (TransferPath.SAME_HOST, Streamed.UNREACHABLE)
     assert trainer.given == COUNT
     whole = client.push(trainer.state, delta="never", shard_bytes=30_000)
     assert whole.content_digest == pushed.content_digest
@@ -239,9 +247,12 @@ def test_only_two_shards_are_in_memory(client: Client, monkeypatch: pytest.Monke
         alive.append(weakref.ref(shard))
         return cast("Shard", shard)
 
-    monkeypatch.setattr(flow, "tensor_shard", counted)
+    monkeypatch.setattr(tensor_stream, "tensor_shard", counted)
     trainer = Trainer(tensors(13))
-    assert client.push(trainer.declared(), delta="never", shard_bytes=30_000).way is Way.SAME_HOST
+    assert (
+        client.push(trainer.declared(), delta="never", shard_bytes=30_000).way
+        is TransferPath.SAME_HOST
+    )
     assert len(alive) > 10
     assert most <= 2
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tests.support.server_fixtures import RETRY
 from tests.support.weightsync_server import WeightSyncServer, short_server
-from weightsync_client import Client, ClientError, PushResult, Reason, ShardedTensor, Way
+from weightsync_client import Client, ClientError, PushResult, Reason, ShardedTensor, TransferPath
 from weightsync_client.types import PushKind
 
 ROWS, COLUMNS, WRITERS = 64, 96, 4
@@ -89,7 +89,9 @@ def test_the_last_version_is_the_base_again_and_again(
         for result in results:
             assert isinstance(result, PushResult), result
             assert (result.kind, result.base_version) == (PushKind.DELTA, before.version)
-            assert result.way is (Way.SAME_HOST if same_host == "auto" else Way.STREAM)
+            assert result.way is (
+                TransferPath.SAME_HOST if same_host == "auto" else TransferPath.STREAM
+            )
         assert sum(result.sent_bytes for result in results) == 2 * ROWS * COLUMNS * 4
     assert results[0].content_digest == whole_digest(roomy_server, content)
     # It is read from what the store keeps of it as well.

@@ -17,10 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.matrix.sharded_ranks import FORMS, RANKS, TRAINED, run, whole_model
 from tests.support.following import until
 from tests.support.ranks import run_ranks
+from tests.support.scraped import scraped
 from tests.support.server_fixtures import RETRY, Relay, every_kind
 from tests.support.strips import COLUMNS, ROWS, matrix, part
 from tests.support.weightsync_server import WeightSyncServer, short_server
@@ -31,13 +34,15 @@ from weightsync_client import (
     InvalidError,
     Reason,
     ShardedTensor,
-    Way,
+    TransferPath,
 )
 from weightsync_client.rpc.retry import RetryingCalls
 
 # Ranks need seconds of a processor that others may need as well.
 pytestmark = pytest.mark.timeout(180)
 
+#: Tensors of a model whose dtype is not that of the narrow engine: all but the head and a number.
+CAST = 5
 #: Of those who are waited for in vain; the others come well within the default of a minute.
 WAIT_S = 3.0
 #: Less than that minute.
@@ -126,7 +131,7 @@ def test_on_the_servers_host_they_write_into_its_memory(
     key = f"same-host/{along}"
     parts = [part(9 + along, writer, 4, along=along) for writer in range(4)]
     results = together(host_server, parts, key)
-    assert {result.way for result in results} == {Way.SAME_HOST}
+    assert {result.way for result in results} == {TransferPath.SAME_HOST}
     assert len({result.version for result in results}) == 1
     compare(host_server, 9 + along, results[0])
 
@@ -137,7 +142,7 @@ def test_one_on_the_host_writes_while_another_streams(host_server: WeightSyncSer
         options: dict[str, Any] = {"idempotency_key": "mix/1", "writers": 2, "chunk_bytes": 1000}
         streamed = far.push(part(12, 1, 2, along=1), writer=1, same_host="never", **options)
         written = near.result()
-    assert (written.way, streamed.way) == (Way.SAME_HOST, Way.STREAM)
+    assert (written.way, streamed.way) == (TransferPath.SAME_HOST, TransferPath.STREAM)
     compare(host_server, 12, streamed)
 
 
@@ -160,10 +165,29 @@ def compare(server: WeightSyncServer, seed: int, result: Any) -> None:
     assert whole.content_digest == result.content_digest
 
 
+@pytest.fixture(scope="module")
+def narrow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightSyncServer]:
+    """A server whose engine has the tensors of the ranks, all floats as BF16."""
+    path = tmp_path_factory.mktemp("narrow") / "model.safetensors"
+    save_file(narrow_state(0), path)
+    with short_server(flags=("--same-host", "--engine=memory", f"--model={path}")) as server:
+        server.wait_serving()
+        yield server
+
+
+def narrow_state(seed: int) -> dict[str, torch.Tensor]:
+    """Return all of a model as an engine has it."""
+    state = whole_model(seed).state_dict()
+    return {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
+
+
 @pytest.fixture(name="ranks", scope="module")
-def _ranks(host_server: WeightSyncServer) -> list[dict[str, Any]]:
+def _ranks(host_server: WeightSyncServer, narrow_server: WeightSyncServer) -> list[dict[str, Any]]:
     folder = Path(tempfile.mkdtemp(prefix="wsr"))
-    run_ranks(run, RANKS, str(folder), host_server.address)
+    run_ranks(run, RANKS, str(folder), host_server.address, narrow_server.address)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     shutil.rmtree(folder)
     return found
@@ -183,7 +207,7 @@ def test_ranks_push_what_they_hold(
     size = sum(tensor.nbytes for tensor in state.values())
     assert sum(rank[form][2] for rank in ranks) == size
     # Also of one that has replicas alone.
-    assert {rank[form][3] for rank in ranks} == {Way.SAME_HOST}
+    assert {rank[form][3] for rank in ranks} == {TransferPath.SAME_HOST}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -197,7 +221,29 @@ def test_ranks_push_some_of_it(
     for rank in ranks:
         digest, base, way = rank[f"{form}_part"]
         assert (digest, base) == (whole.content_digest, rank[form][0])
-        assert way == Way.SAME_HOST
+        assert way == TransferPath.SAME_HOST
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_box_of_a_rank_is_cast_to_what_the_engine_has(
+    narrow_server: WeightSyncServer, ranks: list[dict[str, Any]], form: str
+) -> None:
+    state = narrow_state(FORMS[form][1])
+    with Client(narrow_server.address, retry=RETRY) as client:
+        whole = client.push(state, delta="never", dtype="exact")
+    found = [rank[f"{form}_cast"] for rank in ranks]
+    assert {digest for digest, _, _ in found} == {whole.content_digest}
+    # No box goes as it is: of replicas one rank sends the bytes.
+    assert sum(sent for _, sent, _ in found) == sum(tensor.nbytes for tensor in state.values())
+    assert {cast for _, _, cast in found} == {CAST}
+
+
+def test_tensors_that_ranks_cast_together_are_counted_once(
+    narrow_server: WeightSyncServer, ranks: list[dict[str, Any]]
+) -> None:
+    assert ranks
+    counted = scraped(narrow_server.log, "weightsync_cast_tensors_total")
+    assert counted == CAST * len(FORMS)
 
 
 def test_a_rank_whose_replica_differs_is_named_to_all(ranks: list[dict[str, Any]]) -> None:

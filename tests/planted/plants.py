@@ -8,7 +8,7 @@ Every invariant has a file of them, such as `no_leak.toml`:
     tests = ["tests/unit/server/residency/test_slots.py::test_all_memory_and_descriptors_come_back"]
 
     [[plant.edits]]
-    file = "server/weightsync_server/residency/segments.py"
+    file = "server/weightsync_server/residency/segment_allocator.py"
     old = '''
             await asyncio.get_running_loop().run_in_executor(None, segment.close)
     '''

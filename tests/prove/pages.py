@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PAGES", "render", "unproved"]
 
-PAGES: tuple[Path, ...] = (ROOT / "docs" / "guarantees.md", ROOT / "docs" / "performance.md")
+PAGES: tuple[Path, ...] = (
+    ROOT / "docs/explain/guarantees.md",
+    ROOT / "docs/explain/performance.md",
+    *sorted((ROOT / "docs/lab").glob("*.md")),
+)
 
 _BLOCK = re.compile(r"(<!-- proof: ([^>]+) -->\n).*?(<!-- end of proof -->)", re.DOTALL)
 #: What a line of a run looks like where nobody wrote it.

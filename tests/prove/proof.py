@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,11 +89,11 @@ class Tree:
 
     def has(self, commit: str) -> bool:
         """Whether a commit is in this history."""
-        try:
-            self._git("merge-base", "--is-ancestor", commit, "HEAD")
-        except subprocess.CalledProcessError:
-            return False
-        return True
+        return commit in self._history
+
+    @cached_property
+    def _history(self) -> frozenset[str]:
+        return frozenset(self._git("rev-list", "HEAD").split())
 
     def differs_from(self, commit: str) -> bool:
         """Tell whether the code of any file differs from a commit."""

@@ -166,7 +166,9 @@ class Controller(Caller):
         if committed:
             version = self.rng.choice(list(committed))
             self._pin(version, pinned=True)
-            if self.rng.random() < 0.8:
+            # Of three slots two pinned ones would leave none for what comes.
+            others = any(on is not False for v, on in self._pins.items() if v != version)
+            if self.rng.random() < 0.8 or others:
                 self._pin(version, pinned=False)
 
     def check_pins(self, told: Iterable[pb.VersionInfo]) -> None:

@@ -113,8 +113,8 @@ class _SlowRank(MemoryRank):
         self._ahead_of = str(args.get("ahead", ""))
         return super()._prepare(args)
 
-    def _read(self, client: SegmentClient, document: str) -> Any:
-        prepared = super()._read(client, document)
+    def _read(self, document: str) -> Any:
+        prepared = super()._read(document)
         # As a rank does: what was read ahead is not read again.
         prepared.tensors |= self._early.pop(self._ahead_of, {})
         return prepared

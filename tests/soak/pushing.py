@@ -15,7 +15,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_shard, check_version, parse_header
 from weightsync.model.manifest import ShardEntry
-from weightsync.shm.same_host_client import SameHostClient
+from weightsync.shm.same_host import SameHostClient
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Push:
             borrower = SameHostClient(offer.socket, offer.secret)
             with contextlib.closing(borrower):
                 for shard in _whole(self.shards):
-                    lent = borrower.borrow(shard.index)
+                    lent = borrower.take_lease(shard.index)
                     os.pwrite(lent.fd, shard.data, 0)
                     borrower.give_back(lent)
                     borrower.written(shard.index, shard.digests)

@@ -30,6 +30,7 @@ class AddingTrainer:
         steps: how often; default 1
         quiet: after how many steps it commits nothing more
         lease_s: of each transaction
+        background: whether each transaction is pushed while the trainer goes on
         wait_s: before each step, for as long or until it is cancelled
         raise, hang, leave, fork: "before", "inside" or "after" the transaction of a step
         yield: what a step is, in the place of progress
@@ -58,7 +59,8 @@ class AddingTrainer:
         self.count = int((folder / "count").read_text())
 
     def _add(self, request: Mapping[str, Any]) -> None:
-        with self.attached.transaction(lease_s=request.get("lease_s", 60.0)):
+        options = {name: request[name] for name in ("lease_s", "background") if name in request}
+        with self.attached.transaction(**options):
             for name in self.attached.boxes:
                 written = self.attached.read(name) + request.get("add", 10)
                 self.attached.write(name, written)

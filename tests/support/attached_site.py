@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from weightsync_client import types
     from weightsync_client.attach import Attached
-    from weightsync_client.attach.in_place import InPlaceTransaction
+    from weightsync_client.attach.transaction import InPlaceTransaction
 
 __all__ = ["AttachedSite", "content_of", "started", "unlike"]
 

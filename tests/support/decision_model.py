@@ -1,6 +1,6 @@
 """A coordinator and three members that die, wait too long and lose replies, in every order.
 
-What runs is what members and coordinators run: `next_step` and `next_order`. Around them are a
+What runs is what members and coordinators run: both `next_step`s. Around them are a
 register whose creates happen at once, or at any later time, or never, and hosts that serve what
 they last resumed on. A member acts on what it read last, however long ago. Timers may run out at
 any moment, since nothing may depend on when they do.
@@ -21,34 +21,38 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from weightsync_server.fleet.coordinator_steps import Decide, Reports, next_order
-from weightsync_server.fleet.fleet_history import Apply, History
-from weightsync_server.fleet.fleet_plan import (
+from weightsync_server.decide import (
+    ApplyOrder,
     ApplyPhase,
-    FleetPlan,
+    Decide,
+    DecisionPlan,
+    DecisionState,
     FleetVersion,
-    Kind,
-    MemberReport,
+    OrderPause,
+    ParticipantReport,
+    Reports,
     Verdict,
     divide,
 )
+from weightsync_server.decide import next_step as next_order
+from weightsync_server.fleet.fleet_history import Apply, History
 from weightsync_server.fleet.member_steps import (
     Abort,
     Commit,
     Fence,
+    HostMode,
     MemberState,
-    Mode,
     PauseHost,
     Prepare,
+    ReportPhase,
     Resume,
-    Say,
     next_step,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from weightsync_server.fleet.coordinator_steps import Order
+    from weightsync_server.decide import Order
     from weightsync_server.fleet.member_steps import Step
 
 __all__ = ["ANCIENT", "COMMIT", "NAMES", "NEW", "OLD", "Member", "Model", "World", "explore"]
@@ -141,11 +145,11 @@ class Model:
     """
 
     def __init__(
-        self, kind: Kind, names: tuple[str, ...], *, joins: FleetVersion | None = None
+        self, kind: ApplyOrder, names: tuple[str, ...], *, joins: FleetVersion | None = None
     ) -> None:
         waves = divide(names, kind, 1)
-        decisions = len(waves) + (kind is Kind.ROLLING)
-        self.plan = FleetPlan(1, "n", kind, NEW, OLD, waves, decisions)
+        decisions = len(waves) + (kind is ApplyOrder.ROLLING)
+        self.plan = DecisionPlan(1, "n", kind, NEW, OLD, waves, decisions)
         self.names, self.joins = names, joins
         self.step_of = lru_cache(None)(self._step_of)
         self.order_of = lru_cache(None)(self._order_of)
@@ -153,7 +157,7 @@ class Model:
     def begin(self, budget: tuple[int, int, int, int, int]) -> World:
         members = tuple(Member(MemberState(name, OLD)) for name in self.names)
         if self.joins:
-            new = MemberState("new", self.joins, Mode.FENCED)
+            new = MemberState("new", self.joins, HostMode.FENCED)
             members += (Member(new, serving=False, announced=False),)
         return World(
             not self.joins, False, (), frozenset(), members, coordinator=True, budget=budget
@@ -168,10 +172,10 @@ class Model:
 
     def _order_of(
         self, pause: bool, decisions: tuple[Verdict, ...], members: tuple[Member, ...], late: bool
-    ) -> Order | None:
+    ) -> Order:
         reports = {
             phase: {
-                one.state.name: MemberReport(phase not in one.refused)
+                one.state.name: ParticipantReport(phase not in one.refused)
                 for one in members
                 if one.said(phase)
             }
@@ -179,7 +183,10 @@ class Model:
         }
         apply = Apply(self.plan, pause, decisions)
         present = frozenset(one.state.name for one in members if one.announced)
-        return next_order(apply, Reports(reports), present, late=late)
+        state = DecisionState(
+            Reports(reports), present, step=apply.step, paused=apply.pause, late=late
+        )
+        return next_order(self.plan, state)
 
     def outcome(self, world: World) -> Verdict | None:
         return Apply(self.plan, world.pause, world.decisions).outcome
@@ -211,7 +218,7 @@ class Model:
             order = self.order_of(world.pause, world.decisions, world.members, late)
             if isinstance(order, Decide):
                 yield from self._decide(world, order.step, order.verdict)
-            elif order is not None:
+            elif isinstance(order, OrderPause):
                 yield replace(world, pause=True)
 
     def _decide(self, world: World, step: int, verdict: Verdict) -> Iterator[World]:
@@ -229,7 +236,7 @@ class Model:
             return
         yield world.with_member(at, replace(member, view=world.view))
         yield from self.act(world, at, member)
-        if member.state.mode is Mode.PAUSED and not member.state.undecided:
+        if member.state.mode is HostMode.PAUSED and not member.state.undecided:
             waited = replace(member.state, undecided=True)
             yield world.with_member(at, replace(member, state=waited))
         if not member.state.alone and (gone := world.spend(_GONE)) is not None:
@@ -238,9 +245,9 @@ class Model:
             yield dead.with_member(at, replace(member, alive=False, view=None))
 
     def restarted(self, member: Member) -> Member:
-        mode = Mode.FENCED if member.stopped else Mode.SERVING
+        mode = HostMode.FENCED if member.stopped else HostMode.SERVING
         state = MemberState(member.state.name, member.state.live, mode, said=member.state.said)
-        serving = member.serving and mode is Mode.SERVING
+        serving = member.serving and mode is HostMode.SERVING
         return replace(member, state=state, alive=True, view=None, serving=serving)
 
     def act(self, world: World, at: int, member: Member) -> Iterator[World]:
@@ -253,7 +260,7 @@ class Model:
         if fallible and (bad := world.spend(_FAIL)) is not None:
             failed = replace(state, failed=NEW, why="it failed", prepared=None)
             if isinstance(step, Commit):
-                failed = replace(failed, mode=Mode.FENCED)
+                failed = replace(failed, mode=HostMode.FENCED)
             broken = replace(
                 member,
                 state=failed,
@@ -270,22 +277,24 @@ class Model:
         match step:
             case Prepare():
                 return replace(member, state=replace(state, prepared=step))
-            case Say(_, phase, report):
+            case ReportPhase(_, phase, report):
                 refused = member.refused if report.ok else member.refused | {phase}
                 said = replace(state, said=state.said | {(1, phase)})
                 return replace(member, state=said, refused=refused)
             case PauseHost():
-                paused = replace(state, mode=Mode.PAUSED, undecided=False)
+                paused = replace(state, mode=HostMode.PAUSED, undecided=False)
                 return replace(member, state=paused, serving=False, stopped=True)
             case Commit(target):
                 self._check_commit(world, member, target)
-                live = replace(state, live=target, mode=Mode.SERVING, prepared=None, failed=None)
+                live = replace(
+                    state, live=target, mode=HostMode.SERVING, prepared=None, failed=None
+                )
                 return replace(member, state=live, serving=True, stopped=False)
             case Resume():
-                back = replace(state, mode=Mode.SERVING, prepared=None, undecided=False)
+                back = replace(state, mode=HostMode.SERVING, prepared=None, undecided=False)
                 return replace(member, state=back, serving=True, stopped=False)
             case Fence():
-                fenced = replace(state, mode=Mode.FENCED, undecided=False)
+                fenced = replace(state, mode=HostMode.FENCED, undecided=False)
                 return replace(member, state=fenced, serving=False, stopped=True)
         return member
 
@@ -299,7 +308,7 @@ class Model:
             assert self.outcome(world) is ABORT, "went back undecided"
 
     def check(self, world: World) -> None:
-        if self.plan.kind is Kind.ROLLING:
+        if self.plan.order is ApplyOrder.ROLLING:
             return
         if world.decisions == (COMMIT,):
             for one in world.members:
@@ -308,7 +317,7 @@ class Model:
             assert all(one.state.live != NEW for one in world.members), "committed undecided"
 
     def check_step(self, before: World, after: World) -> None:
-        if self.plan.kind is Kind.BARRIER and (before.decisions, after.decisions) == (
+        if self.plan.order is ApplyOrder.BARRIER and (before.decisions, after.decisions) == (
             (),
             (COMMIT,),
         ):
@@ -358,7 +367,7 @@ class Model:
                 order = self.order_of(world.pause, world.decisions, world.members, late)
                 if isinstance(order, Decide):
                     world = world.decided(order.step, order.verdict)
-                elif order is not None:
+                elif isinstance(order, OrderPause):
                     world = replace(world, pause=True)
         if world == before and not world.coordinator and self.outcome(world) is None:
             members = tuple(
@@ -400,7 +409,7 @@ def explore(model: Model, budget: tuple[int, int, int, int, int]) -> int:
 
 def _canonical(model: Model, world: World) -> World:
     """Return one of the worlds that differ in the names of a barrier's members alone."""
-    if model.plan.kind is Kind.ROLLING:
+    if model.plan.order is ApplyOrder.ROLLING:
         return world
     inside, outside = world.members[: len(model.names)], world.members[len(model.names) :]
     order = sorted(inside, key=lambda one: repr(replace(one, state=_nameless(one.state))))

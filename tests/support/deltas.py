@@ -24,6 +24,7 @@ __all__ = [
     "as_shard",
     "delta_begin",
     "delta_of",
+    "delta_shard",
     "every_dtype",
     "layout_of",
     "pulled",
@@ -108,18 +109,26 @@ def delta_of(
         (name, dtype, shape, np.frombuffer(data, np.uint8), np.frombuffer(after[name][3], np.uint8))
         for name, (_, dtype, shape, data) in before.items()
     ]
-    signature = layout_of(base).signature
-    made = []
-    for index in range(count):
-        encoded = encode_shard(
-            items[index::count],
-            zstd=zstd,
-            base_content_digest=content(base),
-            layout_digest=signature,
-            index=index,
-        )
-        made.append(as_shard(index, encoded.blob.tobytes()))
-    return made
+    return [delta_shard(items[at::count], base, index=at, zstd=zstd) for at in range(count)]
+
+
+def delta_shard(
+    items: Sequence[tuple[str, str, tuple[int, ...], Any, Any]],
+    base: Sequence[Shard],
+    *,
+    layout: Sequence[Shard] | None = None,
+    index: int = 0,
+    zstd: bool = False,
+) -> Shard:
+    """Return a delta of values before and after; `layout` None: the base has it."""
+    encoded = encode_shard(
+        items,
+        zstd=zstd,
+        base_content_digest=content(base),
+        layout_digest=layout_of(layout or base).signature,
+        index=index,
+    )
+    return as_shard(index, encoded.blob.tobytes())
 
 
 def delta_begin(base: Sequence[Shard], **fields: Any) -> dict[str, Any]:

@@ -109,14 +109,14 @@ async def _between(
 
 async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, Any]:
     from tests.support.staging import Staging
-    from weightsync.vllm.bridge.embedded import EmbeddedEngine
+    from weightsync.vllm.endpoint import launch
 
     staging = Staging(run_dir / "segments.sock")
     flags = [
         "--model", str(model_a), "--served-model-name", "model", "--dtype", "float32",
         "--enforce-eager", "--max-model-len", "512", "--port", "0", "--max-num-seqs", "8",
     ]  # fmt: skip
-    engine = await EmbeddedEngine.launch(flags, str(run_dir / "segments.sock"))
+    engine = await launch(flags, str(run_dir / "segments.sock"))
     seen: dict[str, Any] = {"address": engine.address, "state": str((await engine.health()).state)}
     a, b = staging.stage(model_a), staging.stage(model_b)
     models = f"{engine.address}/v1/models"

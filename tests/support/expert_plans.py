@@ -19,8 +19,7 @@ from tests.support.processors import hide_amx
 from weightsync.model.manifest import Layout
 from weightsync.vllm.plan.capture import capture_plan, unplaced
 from weightsync.vllm.plan.halves import in_live_order
-from weightsync.vllm.plan.in_place import why_not_plain
-from weightsync.vllm.plan.live_params import LiveParameters, view_of
+from weightsync.vllm.plan.live_params import LiveParameters, view_of, why_not_plain
 from weightsync.vllm.plan.load_plan import LoadPlan, check_coverage, placeless
 
 if TYPE_CHECKING:

@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
-from weightsync.vllm.apply import expected_digests, host_ops, host_patch
+from weightsync.vllm.apply import host_ops, host_patch
 from weightsync.vllm.worker import worker_methods
 from weightsync.vllm.worker_protocol import rank_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from weightsync.vllm.apply.device_ops import RankPrepared
     from weightsync.vllm.apply.parallel import SliceThreads
-    from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.plan.live_params import Targets
 
 __all__ = ["FaultExtension"]
 
 _write = host_ops.HostWriter.write
-_mismatched = expected_digests.ExpectedDigests.mismatched
+_mismatched = host_ops.ExpectedDigests.mismatched
 _patch_write = host_patch.HostPatch.write
 _patch_verify = host_patch.HostPatch.verify
 
@@ -66,7 +66,7 @@ def _faulty_write(self: host_ops.HostWriter, threads: SliceThreads) -> None:
 
 
 def _faulty_mismatched(
-    self: expected_digests.ExpectedDigests,
+    self: host_ops.ExpectedDigests,
     target: RankPrepared,
     threads: SliceThreads,
     stop: Callable[[], bool] = bool,
@@ -97,7 +97,7 @@ def _flip(targets: Targets) -> None:
 
 
 host_ops.HostWriter.write = _faulty_write  # type: ignore[method-assign]
-expected_digests.ExpectedDigests.mismatched = _faulty_mismatched  # type: ignore[method-assign]
+host_ops.ExpectedDigests.mismatched = _faulty_mismatched  # type: ignore[method-assign]
 host_patch.HostPatch.write = _faulty_patch_write  # type: ignore[method-assign]
 host_patch.HostPatch.verify = _faulty_patch_verify  # type: ignore[method-assign]
 

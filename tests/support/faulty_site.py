@@ -50,6 +50,7 @@ class FaultySite:
         pp: Pipeline parallel size of vLLM.
         dp: Data parallel size of vLLM.
         slots: Of the server; 0: as many as it has by itself.
+        slower: Times that its leases are longer: for ranks that share cores with another vLLM's.
         variables: More environment variables of vLLM.
         options: Of the checkpoints; see `make_checkpoint`.
 
@@ -66,6 +67,7 @@ class FaultySite:
         pp: int = 1,
         dp: int = 1,
         slots: int = 0,
+        slower: float = 1.0,
         variables: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
@@ -97,7 +99,8 @@ class FaultySite:
                 "WEIGHTSYNC_TEST_RANK": rank,
             },
         )
-        flags = ["--pause-lease-s", str(LEASE_S), "--commit-timeout-s", str(COMMIT_S)]
+        times = {"--pause-lease-s": LEASE_S, "--commit-timeout-s": COMMIT_S}
+        flags = [f"{flag}={seconds * slower}" for flag, seconds in times.items()]
         if slots:
             flags += ["--slots", str(slots)]
         self.server = WeightSyncServer(
@@ -281,6 +284,13 @@ class FaultySite:
             asking.join(90)
         assert not asking.is_alive(), "vLLM has not answered for long"
         assert not faults, faults[0]
+
+    def until_served(self, *contents: str, timeout_s: float = 60) -> None:
+        """Wait until who asks without a break has had answers of these contents."""
+        end = time.monotonic() + timeout_s
+        while not {*contents} <= {*self.served}:
+            assert time.monotonic() < end, (contents, set(self.served))
+            time.sleep(0.01)
 
     def refusal(self) -> str:
         """Return the reason with which vLLM refuses a completion."""

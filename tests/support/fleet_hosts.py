@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.coordination import open_register
+from weightsync_server.decide import ApplyOrder, FleetVersion
 from weightsync_server.fleet.coordinator import Coordinator
-from weightsync_server.fleet.fleet_limits import FleetLimits
 from weightsync_server.fleet.fleet_member import FleetMember
-from weightsync_server.fleet.fleet_plan import FleetVersion, Kind
+from weightsync_server.fleet.fleet_settings import FleetLimits
 from weightsync_server.fleet.member_journal import MemberJournal
-from weightsync_server.register import open_register
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from weightsync.engine import PauseSpec
-    from weightsync_server.register.register import Register
+    from weightsync_server.coordination.coordination import CoordinationStore
 
 __all__ = ["FileHost", "coordinator_process", "make_member", "member_process", "version"]
 
@@ -134,7 +134,7 @@ class FileHost:
             log.write(json.dumps([what, state["live"][0] if state["serving"] else 0]) + "\n")
 
 
-def make_member(register: Register, folder: Path, limits: FleetLimits) -> FleetMember:
+def make_member(register: CoordinationStore, folder: Path, limits: FleetLimits) -> FleetMember:
     """Return a member whose host and journal are in a folder, and whose name is the folder's."""
     host = FileHost(folder)
     return FleetMember(register, folder.name, host, MemberJournal(folder / "journal.json"), limits)
@@ -151,7 +151,11 @@ def member_process(
 
 @contextlib.contextmanager
 def coordinator_process(
-    url: str, number: int, kind: Kind, limits: Mapping[str, float], environment: Mapping[str, str]
+    url: str,
+    number: int,
+    kind: ApplyOrder,
+    limits: Mapping[str, float],
+    environment: Mapping[str, str],
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a coordinator; its output is the outcome."""
     command = ["coordinator", url, str(number), kind.value, json.dumps(limits)]
@@ -180,7 +184,7 @@ async def _member(url: str, folder: Path, limits: FleetLimits) -> None:
     await make_member(open_register(url, timeout_s=3), folder, limits).run()
 
 
-async def _coordinate(url: str, number: int, kind: Kind, limits: FleetLimits) -> None:
+async def _coordinate(url: str, number: int, kind: ApplyOrder, limits: FleetLimits) -> None:
     coordinator = Coordinator(open_register(url, timeout_s=3), "coordinator", limits)
     outcome = await coordinator.apply(version(number), kind)
     print(f"{outcome.verdict} {outcome.reason}", flush=True)  # noqa: T201 - what the starter reads
@@ -192,4 +196,4 @@ if __name__ == "__main__":
     if role == "member":
         asyncio.run(_member(where, Path(rest[0]), given))
     else:
-        asyncio.run(_coordinate(where, int(rest[0]), Kind(rest[1]), given))
+        asyncio.run(_coordinate(where, int(rest[0]), ApplyOrder(rest[1]), given))

@@ -1,4 +1,4 @@
-"""What docs/fleet.md says, and what a user types who reads it."""
+"""What docs/how-to/fleets.md says, and what a user types who reads it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 __all__ = ["PAGE", "commands"]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text()
+_DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "\n".join((_DOCS / name).read_text() for name in ("how-to/fleets.md", "explain/fleets.md"))
 
 
 def commands(program: str) -> list[str]:

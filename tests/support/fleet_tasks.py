@@ -6,19 +6,20 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.support.fleet_hosts import FileHost, make_member
+from tests.support.fleet_hosts import FileHost, make_member, version
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.coordination.folder_keys import FolderKeys
 from weightsync_server.fleet.coordinator import Coordinator
-from weightsync_server.fleet.fleet_limits import FleetLimits
-from weightsync_server.register.folder_register import FolderRegister
-from weightsync_server.store.documents import decode_document, encode_document
+from weightsync_server.fleet.fleet_settings import FleetLimits
+from weightsync_server.store.store_records import decode_document, encode_document
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine
+    from collections.abc import Collection
 
+    from weightsync_server.coordination.coordination import Creation, MemberList, Membership
+    from weightsync_server.decide import ApplyOrder
+    from weightsync_server.fleet.coordinator import Outcome
     from weightsync_server.fleet.fleet_member import FleetMember
-    from weightsync_server.register.membership import Membership
-    from weightsync_server.register.register import Creation, MemberList
 
 __all__ = ["LIMITS", "CutRegister", "Fleet", "in_format", "until"]
 
@@ -38,12 +39,17 @@ def in_format(number: object, value: bytes) -> bytes:
     return encode_document(decode_document(value) | {"format": number})
 
 
-class CutRegister(FolderRegister):
-    """A register whose link can be cut: what is asked meanwhile is not answered in time."""
+class CutRegister(FolderKeys):
+    """A register whose link can be cut: what is asked meanwhile is not answered in time.
+
+    Attributes:
+        cut: It is.
+        frozen: Nor are its members renewed.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.cut = False
+        self.cut = self.frozen = False
 
     async def create(self, key: str, value: bytes) -> Creation:
         await self._answers()
@@ -65,7 +71,17 @@ class CutRegister(FolderRegister):
 
     async def member(self, key: str, value: bytes, ttl_s: int) -> Membership:
         await self._answers()
-        return await super().member(key, value, ttl_s)
+        membership = await super().member(key, value, ttl_s)
+        renew = membership.renew
+
+        async def unless_frozen() -> None:
+            if self.frozen:
+                await self._answers()
+            await renew()
+
+        # Also of one that was on its way when it was frozen.
+        membership.renew = unless_frozen  # type: ignore[method-assign]  # it is of this test
+        return membership
 
     async def list(self, prefix: str, start: str = "") -> dict[str, bytes]:
         await self._answers()
@@ -88,12 +104,11 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.register = FolderRegister(folder / "register")
+        self.register = FolderKeys(folder / "register")
         self.hosts: dict[str, FileHost] = {}
         self.members: dict[str, FleetMember] = {}
         self.links: dict[str, CutRegister] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._frozen: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
 
     async def start(self, *names: str, limits: FleetLimits = LIMITS) -> None:
         """Start members, and wait until each has read the register."""
@@ -118,21 +133,25 @@ class Fleet:
 
     def freeze(self, name: str) -> None:
         """Have a member neither read nor be seen any more, as one whose process is stopped."""
-        membership, link = self.members[name].view.presence._membership, self.links[name]
-        assert membership is not None
-        self._frozen[name] = membership.renew
-        link.cut = True
-        membership.renew = link._answers  # type: ignore[method-assign]  # it is not
+        link = self.links[name]
+        link.cut = link.frozen = True
 
     def thaw(self, name: str) -> None:
         """Let it go on."""
-        membership = self.members[name].view.presence._membership
-        assert membership is not None
-        membership.renew = self._frozen.pop(name)  # type: ignore[method-assign]  # as it was
-        self.links[name].cut = False
+        link = self.links[name]
+        link.cut = link.frozen = False
 
-    def coordinator(self, limits: FleetLimits = LIMITS, **given: Any) -> Coordinator:
-        return Coordinator(self.register, "coordinator", limits, **given)
+    def coordinator(self, limits: FleetLimits = LIMITS) -> Coordinator:
+        return Coordinator(self.register, "coordinator", limits)
+
+    async def begin(
+        self, number: int, order: ApplyOrder, held: str, limits: FleetLimits = LIMITS
+    ) -> tuple[asyncio.Task[Outcome], asyncio.Event]:
+        """Begin an apply that one member knows, and is ready for once the event is set."""
+        gate = self.hosts[held].gate = asyncio.Event()
+        applying = asyncio.create_task(self.coordinator(limits).apply(version(number), order))
+        await until(lambda: self.members[held].view.history.running)  # type: ignore[union-attr]  # it has started
+        return applying, gate
 
     async def close(self) -> None:
         for task in self._tasks.values():

@@ -20,9 +20,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from weightsync.shm import same_host_client
-from weightsync.shm.huge_pages import Mapping
-from weightsync.shm.same_host_client import SameHostClient
+from weightsync.shm import same_host
+from weightsync.shm.same_host import SameHostClient
+from weightsync.shm.segments import MemoryMapping
+from weightsync.wire import socket_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +35,9 @@ SIZE = 4 << 20
 #: after that call or before it.
 MOMENTS: dict[str, tuple[Any, str, bool]] = {
     "connecting": (socket, "socket", True),
-    "received": (same_host_client, "receive_fds", True),
-    "mapped": (Mapping, "keep_from_children", False),
-    "writing": (same_host_client, "map_lease", True),
+    "received": (socket_client, "receive_fds", True),
+    "mapped": (MemoryMapping, "keep_from_children", False),
+    "writing": (same_host, "map_lease", True),
     "giving back": (os, "close", False),
 }
 #: Seconds that a thread stands still for a fork, which may have to wait for it.
@@ -85,8 +86,8 @@ def _standing(moment: str, stand: Callable[[], None]) -> None:
 
 def _hand_off(path: str, secret: str) -> None:
     borrower = SameHostClient(path, secret)
-    lent = borrower.borrow(0)
-    mapping = same_host_client.map_lease(lent, SIZE)
+    lent = borrower.take_lease(0)
+    mapping = same_host.map_lease(lent, SIZE)
     mapping.view[:4] = b"mine"
     mapping.close()
     borrower.give_back(lent)

@@ -16,7 +16,7 @@ from tests.support.expert_plans import Forms
 from tests.support.loaded_models import Loader, layout_of
 from weightsync.vllm.plan.live_params import LiveParameters
 from weightsync.vllm.plan.load_plan import PlanRefusedError, check_against_base
-from weightsync.vllm.plan.load_watch import check_complete
+from weightsync.vllm.plan.load_watch import check_complete, check_read
 
 
 def choose_kernels(experts: str) -> None:
@@ -74,6 +74,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
         forms = Forms(models[first], live, fresh, {"each": (first, second)})
         plan = forms.plan("each", None)
         check_complete(models[first], map(live.tensor, plan.written))
+        check_read(models[first], plan)
         dtypes = {item.param: plan.param_dtypes[item.param] for item in plan.slices}
         kinds = sorted(set(dtypes.values()))
         refused = _refusals(forms, Path(order["bfloat16"]))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weightsync_client.attach import Attached
-    from weightsync_client.attach.written_boxes import WrittenBox
+    from weightsync_client.attach.joint_update import WrittenBox
 
 __all__ = [
     "CONTEXT",
@@ -37,6 +37,7 @@ __all__ = [
     "joint_update",
     "older_trainer",
     "stopped_trainer",
+    "stray_trainer",
 ]
 
 #: Processes of a joint update.
@@ -100,6 +101,24 @@ def older_trainer(address: str) -> Iterator[ForkServerProcess]:
     with _forked(_have, address) as (process, end):
         assert _told(end) == "attached"
         yield process
+
+
+@contextlib.contextmanager
+def stray_trainer(address: str) -> Iterator[Callable[[str], str]]:
+    """Run a trainer of an older release that does what it is told, and begins no transaction.
+
+    What this yields tells it: `write` has it write -1 into the middle of its first tensor, on every
+    rank, and answer `written`; `check` has it answer what `Attached.check` says, "" if nothing.
+    """
+    near, far = CONTEXT.Pipe(duplex=False)
+    with _forked(_stray, address, near) as (_, end):
+        assert _told(end) == "attached"
+
+        def tell(order: str) -> str:
+            far.send(order)
+            return _told(end)
+
+        yield tell
 
 
 @contextlib.contextmanager
@@ -211,6 +230,24 @@ def _have(end: Connection, address: str) -> None:
         with Client(address) as client, client.attach():
             end.send("attached")
             time.sleep(600)
+
+
+def _stray(end: Connection, address: str, orders: Connection) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weightsync_client.attach.trainer_job", str)
+        with Client(address) as client, client.attach() as attached:
+            end.send("attached")
+            while True:
+                answer = "written" if orders.recv() == "write" else ""
+                if answer:
+                    for box in next(iter(attached.boxes.values())):
+                        box.view.view(-1)[box.view.numel() // 2] = -1
+                else:
+                    try:
+                        attached.check()
+                    except ClientError as error:
+                        answer = error.message
+                end.send(answer)
 
 
 def _stop(end: Connection, address: str, lease_s: float, phase: str) -> None:

@@ -1,7 +1,7 @@
 """Trainers that write an engine's parameters when they may not, in processes that are forked.
 
-Each has written in one block rightly, which is a version or was taken back, and then does what its
-name says.
+Each of `WAYS` has written in one block rightly, which is a version or was taken back, and then does
+what its name says. Those of `SECOND` do so in the block of another job.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from tests.support.in_place_trainers import CONTEXT
-from weightsync_client import Client
+from weightsync_client import AbortedError, Client, ClientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
 
     from weightsync_client.attach import Attached
 
-__all__ = ["WAYS", "late_writer"]
+__all__ = ["SECOND", "WAYS", "late_writer", "second_job"]
 
 _END_S = 60.0
 
@@ -90,7 +91,8 @@ def _by_a_thread(attached: Attached) -> None:
             view.zero_()
 
     threading.Thread(target=write, daemon=True).start()
-    with _written(attached):
+    # What it writes in the block may be found: then the block is taken back, and it writes on.
+    with contextlib.suppress(AbortedError), _written(attached):
         begun.set()
     threading.Event().wait(_END_S)
 
@@ -98,6 +100,10 @@ def _by_a_thread(attached: Attached) -> None:
 def _by_proc_mem(attached: Attached) -> None:
     view = next(iter(attached.boxes.values()))[0].view
     _block(attached)
+    _write_past_protection(view)
+
+
+def _write_past_protection(view: torch.Tensor) -> None:
     fd = os.open("/proc/self/mem", os.O_RDWR)
     try:
         os.pwrite(fd, b"\xff" * 8, view.data_ptr())
@@ -168,3 +174,89 @@ def _run(address: str, way: str, commits: bool) -> None:
     client = Client(address)
     WAYS[way](client.attach())
     os._exit(0)
+
+
+def _here(attached: Attached, _: str) -> None:
+    next(iter(attached.boxes.values()))[0].view.fill_(-1)
+
+
+def _past_protection(attached: Attached, _: str) -> None:
+    _write_past_protection(next(iter(attached.boxes.values()))[0].view)
+
+
+def _in_its_own(attached: Attached, _: str) -> None:
+    with attached.transaction():
+        _here(attached, _)
+
+
+def _in_that_of_another(attached: Attached, transaction: str) -> None:
+    """By its name, which GetStatus tells."""
+    attached.open_block(transaction)
+    _here(attached, transaction)
+
+
+def _by_a_new_descriptor(attached: Attached, _: str) -> None:
+    """As who means harm can, and keeps it."""
+    for _mapping, fd in attached._client._memory:
+        again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+        os.pwrite(again, b"\xff" * 8, 0)
+
+
+#: What a second job does in the block of the first, with the name of its transaction.
+SECOND: dict[str, Callable[[Attached, str], None]] = {
+    "view": _here,
+    "proc mem": _past_protection,
+    "own transaction": _in_its_own,
+    "other's transaction": _in_that_of_another,
+    "descriptor": _by_a_new_descriptor,
+}
+
+
+@contextlib.contextmanager
+def second_job(address: str) -> Iterator[Callable[[str, str], str]]:
+    """Run a trainer that has attached, too, for the block.
+
+    What this yields has it do one of `SECOND`, given a transaction, and returns what came of it: a
+    sentence, the signal that it was ended by, or `written`.
+
+    Args:
+        address: Of the server, for trainers.
+    """
+    near, far = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_attach_second, args=(far, address), daemon=True)
+    process.start()
+    far.close()
+
+    def told() -> str:
+        assert near.poll(_END_S), "a process neither tells anything nor ends"
+        try:
+            return str(near.recv())
+        except EOFError:
+            process.join()
+            return signal.Signals(-(process.exitcode or 0)).name
+
+    def attempt(way: str, transaction: str) -> str:
+        near.send((way, transaction))
+        return told()
+
+    try:
+        assert told() == "attached"
+        yield attempt
+    finally:
+        process.kill()
+        process.join()
+        near.close()
+
+
+def _attach_second(end: Connection, address: str) -> None:
+    torch.set_num_threads(1)
+    with Client(address) as client, client.attach() as attached:
+        end.send("attached")
+        while True:
+            way, transaction = end.recv()
+            try:
+                SECOND[way](attached, transaction)
+            except ClientError as error:
+                end.send(error.message)
+            else:
+                end.send("written")

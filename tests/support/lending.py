@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from tests.unit.server.world import content, simple
 from weightsync.shm.incoming_version import HANDLE_BYTES
-from weightsync.shm.same_host_client import IpcPlacement, SameHostClient
+from weightsync.shm.same_host import IpcPlacement, SameHostClient
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from tests.unit.server.world import Shard
-    from weightsync.shm.same_host_server import WriteLease
+    from weightsync.shm.same_host import WriteLease
     from weightsync.v1 import weightsync_pb2_grpc
 
 __all__ = ["MODEL", "Trainer", "begun", "close_all"]
@@ -81,7 +81,7 @@ class Trainer:
     ) -> None:
         """Hand a shard over, or other bytes or digests in its place."""
         shard = self.shards[index]
-        lent = self.borrower.borrow(index)
+        lent = self.borrower.take_lease(index)
         self.write(lent, shard.data if data is None else data)
         self.borrower.give_back(lent)
         self.borrower.written(index, shard.digests if digests is None else digests)

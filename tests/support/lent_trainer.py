@@ -21,7 +21,7 @@ def main() -> None:
     address, key = sys.argv[1:]
     with grpc.insecure_channel(address) as channel:
         trainer = Trainer(weightsync_pb2_grpc.WeightSyncStub(channel), key=key)
-        lent = trainer.borrower.borrow(0)
+        lent = trainer.borrower.take_lease(0)
         data = trainer.shards[0].data
         trainer.write(lent, data[: len(data) // 2])
         _say("half")

@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from weightsync.vllm.endpoint import serve
 
 if TYPE_CHECKING:
@@ -56,8 +58,14 @@ class LlmActor:
             target=_run, args=(other, self.backend, arguments, variables), daemon=False
         )
         self._process.start()
+        # Its end is the process's alone, so that the pipe ends with the process.
+        other.close()
         assert self._pipe.poll(_START_S), "vLLM did not start"
-        assert self._pipe.recv() == "up"
+        try:
+            assert self._pipe.recv() == "up"
+        except EOFError:
+            self._process.join()
+            pytest.fail(f"vLLM ended with {self._process.exitcode} while it started")
 
     def stop(self) -> None:
         """End it."""

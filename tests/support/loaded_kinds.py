@@ -18,26 +18,29 @@ from weightsync.model.manifest import Manifest
 from weightsync.shm.staged_version import StagedVersion
 from weightsync.vllm.apply.host_ops import HostOps
 from weightsync.vllm.apply.segment_mappings import SegmentMappings
-from weightsync.vllm.bridge.engine_cores import EngineCores
+from weightsync.vllm.bridge.llm_calls import EngineCores
 from weightsync.vllm.bridge.support import config_refusals
 from weightsync.vllm.plan.capture import capture_plan
-from weightsync.vllm.plan.forward_tensors import forward_tensors
-from weightsync.vllm.plan.in_place import why_not_plain
 from weightsync.vllm.plan.int_views import tensor_digest_of
-from weightsync.vllm.plan.live_params import LiveParameters
+from weightsync.vllm.plan.live_params import LiveParameters, why_not_plain
 from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.plan.load_watch import check_complete, check_read, made_by_loading
+from weightsync.vllm.plan.load_watch import (
+    check_complete,
+    check_read,
+    forward_tensors,
+    made_by_loading,
+)
 from weightsync.vllm.plan.model_parts import PartNames
-from weightsync.vllm.twin.loader_config import ModelLoad, PartLoad
-from weightsync.vllm.twin.model_state import state_of
-from weightsync.vllm.twin.state_loads import StateLoads
-from weightsync.vllm.twin.vllm_load import VllmLoad
+from weightsync.vllm.shadow.loader_config import ModelLoad, PartLoad
+from weightsync.vllm.shadow.model_state import state_of
+from weightsync.vllm.shadow.state_loads import StateLoads
+from weightsync.vllm.shadow.vllm_load import VllmLoad
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from weightsync.vllm.plan.load_plan import LoadPlan
-    from weightsync.vllm.twin.model_state import ModelState
+    from weightsync.vllm.shadow.model_state import ModelState
 
 
 class _Files(SegmentMappings):

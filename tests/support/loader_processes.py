@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["loaders_of", "wait_for_loaders", "wait_gone"]
 
-_LOADER = "weightsync.vllm.twin.loader_main"
+_LOADER = "weightsync.vllm.shadow.loader_main"
 
 
 def loaders_of(vllm: VllmServer) -> list[psutil.Process]:

@@ -17,11 +17,14 @@ __all__ = [
     "make_checkpoint",
     "make_int4",
     "make_int8",
+    "make_modelopt",
+    "make_reranker",
     "make_scaled_cache",
     "nudge_checkpoint",
     "perturb_checkpoint",
     "quantise_checkpoint",
     "save_tokenizer",
+    "untrained",
 ]
 
 #: Model families that `make_checkpoint` knows.
@@ -38,6 +41,27 @@ _VOCABULARY = 512
 _GROUP = 128
 #: In which order AWQ puts eight outputs into a word.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def untrained(kind: str) -> Any:
+    """Return a tiny model of transformers with the same weights each time.
+
+    Args:
+        kind: tied or untied, by its embeddings; experts: a mixture of them, untied.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    tied = {"tie_word_embeddings": kind == "tied"}
+    if kind == "experts":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        config = transformers.Qwen3MoeConfig(**sizes, **heads, **tied, **experts)
+    else:
+        config = transformers.Qwen2Config(**sizes, **heads, **tied)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def save_tokenizer(directory: Path) -> None:
@@ -204,7 +228,6 @@ def quantise_checkpoint(source: Path, target: Path, block: int = 128) -> Path:
         target: Where the copy goes.
         block: Rows and columns that have one scale.
     """
-    import json
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -221,17 +244,27 @@ def quantise_checkpoint(source: Path, target: Path, block: int = 128) -> Path:
                 made[name] = tensor
                 left |= {module} if module.endswith(".gate") else set()
         save_file(made, file, metadata={"format": "pt"})
-    # It lists tensors, of which there are more now.
-    (target / "model.safetensors.index.json").unlink(missing_ok=True)
-    config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [block, block],
-        "modules_to_not_convert": sorted(left),
-    }
-    (target / "config.json").write_text(json.dumps(config))
+    _declare(
+        target,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [block, block],
+            "modules_to_not_convert": sorted(left),
+        },
+    )
     return target
+
+
+def _declare(checkpoint: Path, quantisation: dict[str, Any]) -> None:
+    """Have a checkpoint say how its tensors are quantised, of which it has more than before."""
+    import json
+
+    # It lists the tensors of before.
+    (checkpoint / "model.safetensors.index.json").unlink(missing_ok=True)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = quantisation
+    (checkpoint / "config.json").write_text(json.dumps(config))
 
 
 def _quantised(tensor: Any, block: int) -> tuple[Any, Any]:
@@ -254,7 +287,6 @@ def make_int8(source: Path, target: Path) -> Path:
         source: The checkpoint.
         target: Where the copy goes.
     """
-    import json
     import shutil
 
     import torch
@@ -271,20 +303,90 @@ def make_int8(source: Path, target: Path) -> Path:
             else:
                 made[name] = tensor
         save_file(made, file, metadata={"format": "pt"})
-    (target / "model.safetensors.index.json").unlink(missing_ok=True)
     kind = {"num_bits": 8, "type": "int", "symmetric": True}
     group = {
         "targets": ["Linear"],
         "weights": {**kind, "strategy": "channel", "dynamic": False},
         "input_activations": {**kind, "strategy": "token", "dynamic": True},
     }
+    _declare(
+        target,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        },
+    )
+    return target
+
+
+def make_modelopt(source: Path, target: Path) -> Path:
+    """Copy a checkpoint with its linear layers as fp8, as NVIDIA's ModelOpt writes it.
+
+    One scale for the matrices of a block that are read together, as ModelOpt has them for engines,
+    and for their inputs, and scales of a key-value cache in fp8.
+
+    Args:
+        source: The checkpoint.
+        target: Where the copy goes.
+    """
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    files = {file: load_file(file) for file in sorted(target.glob("*.safetensors"))}
+    largest: dict[str, Any] = {}
+    for name, tensor in (pair for tensors in files.values() for pair in tensors.items()):
+        block = name.rsplit(".", 2)[0]
+        largest[block] = max(largest.get(block, 0), tensor.float().abs().max())
+    for file, tensors in files.items():
+        made = {}
+        for name, tensor in tensors.items():
+            module, _, kind = name.rpartition(".")
+            if tensor.dim() == 2 and kind == "weight" and module.endswith("_proj"):
+                scale = largest[name.rsplit(".", 2)[0]] / torch.finfo(torch.float8_e4m3fn).max
+                made[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+                made[f"{module}.weight_scale"] = scale.clone()
+                made[f"{module}.input_scale"] = scale * 7
+                if module.endswith(("k_proj", "v_proj")):
+                    made[f"{module}.{module[-6]}_scale"] = scale * 11
+            else:
+                made[name] = tensor
+        save_file(made, file, metadata={"format": "pt"})
+    _declare(
+        target,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+            "ignore": ["lm_head"],
+        },
+    )
+    return target
+
+
+def make_reranker(source: Path, target: Path) -> Path:
+    """Copy a checkpoint as one that vLLM makes a classifier of, as of Qwen3-Reranker's.
+
+    Its score is the difference of two rows of the head, which vLLM loads and takes away again.
+
+    Args:
+        source: The checkpoint, its head not tied.
+        target: Where the copy goes.
+    """
+    import json
+    import shutil
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
     config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+    config |= {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["a", "b"],
+        "is_original_qwen3_reranker": True,
     }
     (target / "config.json").write_text(json.dumps(config))
     return target
@@ -312,17 +414,18 @@ def make_scaled_cache(source: Path, target: Path, scales: tuple[float, float] = 
         for kind, scale in zip("kv", scales, strict=True)
     }
     save_file(made, target / "scales.safetensors", metadata={"format": "pt"})
-    (target / "model.safetensors.index.json").unlink(missing_ok=True)
     kind = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {},
-        "ignore": [],
-        "kv_cache_scheme": {**kind, "dynamic": False},
-    }
-    (target / "config.json").write_text(json.dumps(config))
+    _declare(
+        target,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {},
+            "ignore": [],
+            "kv_cache_scheme": {**kind, "dynamic": False},
+        },
+    )
     return target
 
 
@@ -358,7 +461,6 @@ def make_int4(source: Path, target: Path, method: str) -> Path:
         target: Where the copy goes.
         method: `gptq` or `awq`.
     """
-    import json
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -374,15 +476,16 @@ def make_int4(source: Path, target: Path, method: str) -> Path:
             else:
                 made[name] = tensor
         save_file(made, file, metadata={"format": "pt"})
-    (target / "model.safetensors.index.json").unlink(missing_ok=True)
-    config = json.loads((target / "config.json").read_text())
     common = {"quant_method": method, "bits": 4, "group_size": _GROUP}
-    config["quantization_config"] = common | (
-        {"desc_act": False, "sym": True}
-        if method == "gptq"
-        else {"zero_point": True, "version": "gemm"}
+    _declare(
+        target,
+        common
+        | (
+            {"desc_act": False, "sym": True}
+            if method == "gptq"
+            else {"zero_point": True, "version": "gemm"}
+        ),
     )
-    (target / "config.json").write_text(json.dumps(config))
     return target
 
 

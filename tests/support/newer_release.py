@@ -15,7 +15,7 @@ from weightsync_server import cli
 from weightsync_server.fleet import coordinator, fleet_records
 
 if TYPE_CHECKING:
-    from weightsync_server.fleet.fleet_plan import FleetPlan
+    from weightsync_server.decide import DecisionPlan
 
 __all__ = ["main"]
 
@@ -25,7 +25,7 @@ def main() -> None:
     encode = fleet_records.encode_plan
     newest = fleet_records.FORMAT + 1
 
-    def encode_plan(plan: FleetPlan, parts: int) -> bytes:
+    def encode_plan(plan: DecisionPlan, parts: int) -> bytes:
         body = encode(plan, parts)
         return body if plan.pause is None else in_format(newest, body)
 

@@ -15,11 +15,23 @@ import torch
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["HAS_AMX", "LACKS_AMX", "NO_AMX", "hide_amx", "without_amx"]
+__all__ = [
+    "HAS_AMX",
+    "HAS_FP8_CACHE",
+    "LACKS_AMX",
+    "LACKS_FP8_CACHE",
+    "NO_AMX",
+    "hide_amx",
+    "without_amx",
+]
 
 #: Whether this processor has it.
 HAS_AMX = bool(torch.cpu._is_amx_tile_supported())
+#: Whether vLLM has a quantised key-value cache on it.
+HAS_FP8_CACHE = HAS_AMX or bool(torch.cpu._is_avx512_supported())
 #: Why a test is skipped that needs it.
+LACKS_FP8_CACHE = "this processor has neither AVX-512 nor AMX, without which vLLM caches no fp8"
+#: The same of AMX.
 LACKS_AMX = "this processor has no AMX, for which vLLM packs weights otherwise"
 #: Environment of a process whose oneDNN does without it, too.
 NO_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}

@@ -48,6 +48,7 @@ class FaultProxy:
         address: Where it listens.
         passed: Bytes that went to the server.
         cuts: Times that the link was cut.
+        lost: What the server said while its replies were lost.
     """
 
     def __init__(self, target: str) -> None:
@@ -55,6 +56,7 @@ class FaultProxy:
         self.address = ""
         self.passed = 0
         self.cuts = 0
+        self.lost = bytearray()
         self._target = target
         self._open: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -117,7 +119,9 @@ class FaultProxy:
     async def _down(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
-                if not self.faults.lose_replies:
+                if self.faults.lose_replies:
+                    self.lost += data
+                else:
                     await self._pass(data, writer)
         if not writer.is_closing():
             writer.close()

@@ -1,7 +1,8 @@
 """A flood of HTTP/2 frames that no gRPC library sends: `python -m tests.support.raw_flood`.
 
 Arguments: address, seconds, connections. It runs at the lowest priority, as one from another host
-would not take the server's processors.
+would not take the server's processors. The kernel ends it by SIGALRM: on a busy machine the main
+thread gets neither a processor nor the interpreter's lock for minutes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import contextlib
 import itertools
 import os
 import random
+import signal
 import struct
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from tests.support.raw_http2 import PREFACE, connect, frame, headers_frame, settings_frame
@@ -78,13 +79,15 @@ def _drain(link: socket.socket) -> None:
 
 
 def main() -> None:
-    """Flood an address."""
+    """Flood an address until the alarm."""
     address, seconds, connections = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     os.nice(19)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     kinds = itertools.cycle(KINDS)
     for _ in range(connections):
         threading.Thread(target=_flood, args=(address, next(kinds)), daemon=True).start()
-    time.sleep(seconds)
+    signal.pause()
 
 
 if __name__ == "__main__":

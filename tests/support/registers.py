@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsync_server.register import open_register
+from weightsync_server.coordination import open_register
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from weightsync_server.register.register import Register
+    from weightsync_server.coordination.coordination import CoordinationStore
 
 __all__ = ["hints", "member_process", "until_gone", "until_there"]
 
@@ -35,7 +35,9 @@ def member_process(url: str, key: str, value: str, ttl_s: int) -> Iterator[subpr
 
 
 @contextlib.asynccontextmanager
-async def hints(register: Register, prefix: str) -> AsyncIterator[asyncio.Queue[frozenset[str]]]:
+async def hints(
+    register: CoordinationStore, prefix: str
+) -> AsyncIterator[asyncio.Queue[frozenset[str]]]:
     """Queue what a watch yields, once it has begun."""
     queue: asyncio.Queue[frozenset[str]] = asyncio.Queue()
 
@@ -53,12 +55,12 @@ async def hints(register: Register, prefix: str) -> AsyncIterator[asyncio.Queue[
         await asyncio.wait({task})
 
 
-async def until_gone(register: Register, key: str) -> None:
+async def until_gone(register: CoordinationStore, key: str) -> None:
     while await register.get(key) is not None:  # noqa: ASYNC110 - a register is asked
         await asyncio.sleep(0.05)
 
 
-async def until_there(register: Register, key: str) -> None:
+async def until_there(register: CoordinationStore, key: str) -> None:
     while await register.get(key) is None:  # noqa: ASYNC110 - a register is asked
         await asyncio.sleep(0.05)
 

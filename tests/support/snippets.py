@@ -11,7 +11,7 @@ from pathlib import Path
 __all__ = ["PAGES", "PROGRAMS", "ROOT", "Command", "Snippet", "blocks", "commands", "inline"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Has sentences for people, with commands in them, too.
 _ALERTS = ROOT / "deploy/prometheus/alerts.yml"
 
@@ -32,7 +32,7 @@ class Snippet:
     """One piece of code on a page.
 
     Attributes:
-        page: File name.
+        page: Path of the file.
         line: Of its first line.
         language: As the page names it; "": it does not.
         text: The code.
@@ -68,7 +68,7 @@ class Command:
 def blocks() -> list[Snippet]:
     """Return every code block of every page."""
     return [
-        Snippet(page.name, _line(text, found.start(3)), found[2], textwrap.dedent(found[3]))
+        Snippet(_name(page), _line(text, found.start(3)), found[2], textwrap.dedent(found[3]))
         for page in PAGES
         for text in [page.read_text()]
         for found in _FENCE.finditer(text)
@@ -83,7 +83,7 @@ def inline() -> list[Snippet]:
         text = _FENCE.sub(lambda block: "\n" * block[0].count("\n"), page.read_text())
         for code in _INLINE.finditer(text):
             words = " ".join(code[2].split())
-            found.append(Snippet(page.name, _line(text, code.start()), "", words))
+            found.append(Snippet(_name(page), _line(text, code.start()), "", words))
     return found
 
 
@@ -120,6 +120,10 @@ def _typed(text: str) -> list[tuple[str, ...]]:
             if command:
                 found.append(tuple(command))
     return found
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def _line(text: str, offset: int) -> int:

@@ -48,7 +48,8 @@ def run_dir() -> Iterator[Path]:
     scope="module",
     params=[
         pytest.param(True, id="amx", marks=pytest.mark.skipif(not HAS_AMX, reason=LACKS_AMX)),
-        pytest.param(False, id="no-amx"),
+        # Where there are both, CI looks at what most processors of today do.
+        pytest.param(False, id="no-amx", marks=[pytest.mark.battery] if HAS_AMX else []),
     ],
 )
 def amx(request: pytest.FixtureRequest) -> bool:

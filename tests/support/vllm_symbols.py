@@ -76,6 +76,24 @@ SYMBOLS: tuple[Symbol, ...] = (
         "seeing what loading makes of a model",
     ),
     Symbol(("vllm.config.parallel:ParallelConfig.enable_eplb",), "refusals"),
+    *_each(
+        "vllm.config.vllm:VllmConfig", "kv_transfer_config ec_transfer_config", "refusals of caches"
+    ),
+    *_each(
+        "vllm.config.kv_transfer:KVTransferConfig",
+        "kv_connector kv_connector_extra_config",
+        "refusals of caches",
+    ),
+    *_each(
+        "vllm.config.ec_transfer:ECTransferConfig",
+        "ec_connector ec_connector_extra_config",
+        "refusals of caches",
+    ),
+    Symbol(
+        ("vllm.config.ec_manager_config:EncoderCacheManagerConfig.encoder_cache_manager_cls",),
+        "refusals of caches; releases before have no such manager",
+        needed=False,
+    ),
     Symbol(("vllm.platforms:current_platform",), "CPU switch"),
     Symbol(("vllm.platforms.interface:Platform.is_cpu",), "CPU switch"),
     Symbol(("vllm._custom_ops:_supports_onednn",), "CPU switch"),
@@ -111,6 +129,12 @@ SYMBOLS: tuple[Symbol, ...] = (
         "the adapter",
     ),
     Symbol((f"{_LLM}.update_weight_version",), "labels of versions", needed=False),
+    Symbol((f"{_LLM}.release_kv_cache_memory",), "knowing what sleeps", needed=False),
+    *_each(
+        "vllm.v1.engine.core:EngineCore",
+        "resume_scheduler sleep wake_up",
+        "keeping others from starting it, and from having it sleep unseen",
+    ),
     Symbol(
         (
             "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async",

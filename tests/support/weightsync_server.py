@@ -49,7 +49,7 @@ class WeightSyncServer:
     flags: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     wrapper: Sequence[str] = ()
-    start_s: float = 20.0
+    start_s: float = 60.0
     ingest: int = field(default_factory=lambda: int(os.environ.get(INGEST, "0")))
     process: subprocess.Popen[bytes] | None = None
     _channels: list[grpc.Channel] = field(default_factory=list)
@@ -91,6 +91,7 @@ class WeightSyncServer:
     def start(self) -> WeightSyncServer:
         """Return when the server answers."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        before = self._bound_at()
         with (self.run_dir / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -101,13 +102,22 @@ class WeightSyncServer:
             )
         deadline = time.monotonic() + self.start_s
         while True:
-            with contextlib.suppress(grpc.RpcError):
-                self.stub.GetStatus(pb.GetStatusRequest(), timeout=1)
-                return self
+            # A channel takes more of a busy processor than a look, and goes on trying.
+            if self._bound_at() != before:
+                with contextlib.suppress(grpc.RpcError):
+                    self.stub.GetStatus(pb.GetStatusRequest(), timeout=1)
+                    return self
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
                 raise RuntimeError(f"the server did not start:\n{self.log}")
             time.sleep(0.05)
+
+    def _bound_at(self) -> int:
+        """Return when the address was bound, ns; 0: it is not, or was given up."""
+        try:
+            return Path(self.address.removeprefix("unix:")).stat().st_ctime_ns
+        except FileNotFoundError:
+            return 0
 
     @property
     def stub(self) -> weightsync_pb2_grpc.WeightSyncStub:

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_command(*command: str | Path, cwd: Path, **environment: str) -> str:
     """Run a command to its end and return what it printed."""
-    env = os.environ | environment
+    # What is installed is meant, not this tree.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
     ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr

@@ -29,6 +29,12 @@ def test_importing_it_loads_neither_torch_nor_vllm(module: str) -> None:
     assert _loaded(module, {"torch", "vllm"}) == []
 
 
+def test_a_loader_can_end_with_its_rank_before_it_loads_anything_heavy() -> None:
+    # Until its `main` runs, a rank that is killed would leave it behind.
+    heavy = {"numpy", "torch", "vllm", "xxhash"}
+    assert _loaded("weightsync.vllm.shadow.loader_main", heavy) == []
+
+
 def test_the_codec_loads_neither_engines_nor_grpc() -> None:
     assert _loaded("weightsync.delta", {"grpc", "torch", "vllm"}) == []
 

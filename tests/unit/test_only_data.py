@@ -31,18 +31,20 @@ ROOTS = (
     "weightsync.vllm.plugin",
     "weightsync.vllm.endpoint",
     "weightsync.vllm.worker.worker_methods",
-    "weightsync.vllm.twin.loader_main",
+    "weightsync.vllm.shadow.loader_main",
+    "weightsync.vllm.shadow.loader_service",
 )
 #: What bytes from outside pass through: a walk that misses one of these proves nothing.
 ON_THE_WAY = (
-    "weightsync_server.rpc.servicer",
+    "weightsync_server.rpc.servicers",
+    "weightsync_server.usecases.push_calls",
     "weightsync_server.push.messages",
     "weightsync_server.push.sources.grpc_stream",
-    "weightsync_server.push.shard_state",
+    "weightsync_server.push.shard_part",
     "weightsync_server.store.local.local_store",
     "weightsync_server.store.local.recovery",
-    "weightsync.wire.frames",
-    "weightsync_server.auth.authority_file",
+    "weightsync.wire.child_channel",
+    "weightsync_server.auth.principals",
     "weightsync.model.manifest",
     "weightsync.model.layout",
     "weightsync.shm.segment_socket",
@@ -80,13 +82,13 @@ EXCEPTIONS = {
     ("weightsync.vllm.cpu_plain", "importlib"): (
         "finds vLLM's own modules, which not every release has, by names written in our code"
     ),
-    ("weightsync.vllm.twin.vllm_load", "importlib"): (
+    ("weightsync.vllm.shadow.vllm_load", "importlib"): (
         "imports the module of vLLM's worker that the configuration of the engine names"
     ),
-    ("weightsync_client.trainer.class_import", "importlib"): (
+    ("weightsync_client.trainer.trainer_process", "importlib"): (
         "imports the class that the operator named with --trainer"
     ),
-    ("weightsync.vllm.twin.loader_config", "pickle"): (
+    ("weightsync.vllm.shadow.loader_config", "pickle"): (
         "reads what the parent wrote into a pipe that only the two have"
     ),
 }

@@ -16,6 +16,7 @@ from tests.prove.parts import PARTS, Part, chosen
 from tests.prove.proof import ROOT, Proof, Tree, read, store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _HASH = re.compile(r"[0-9a-f]{40}")
@@ -32,14 +33,19 @@ def tree() -> Tree:
 # What is committed.
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_show_what_was_stored(page: Path, tree: Tree) -> None:
-    older = cache(tree.differs_from)
+@pytest.fixture(scope="module")
+def older(tree: Tree) -> Callable[[str], bool]:
+    """Return what tells whether code has changed since a commit; it asks git once for each."""
+    return cache(tree.differs_from)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_pages_show_what_was_stored(page: Path, older: Callable[[str], bool]) -> None:
     shown = page.read_text()
     assert shown == render(shown, read(), older), "run `make prove-docs`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_no_figure_is_without_a_commit(page: Path) -> None:
     assert unproved(page.read_text()) == [], "give the section a `<!-- proof: page-... -->` block"
 

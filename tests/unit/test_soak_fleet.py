@@ -20,7 +20,7 @@ from tests.soak.fleet.fleet_site import MAX_AGE_S, MEMBERS, UNDECIDED_S
 from tests.soak.fleet.fleet_soak import PATIENCE as SOAKED
 from tests.soak.history import History
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.store.documents import encode_document
+from weightsync_server.store.store_records import encode_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -98,6 +98,7 @@ def test_a_module_that_cannot_be_read_fails_its_stage(tmp_path: Path) -> None:
     assert "no_such_module" in done.stdout
 
 
+@pytest.mark.battery
 def test_paths_choose_what_lies_in_the_stage(tmp_path: Path) -> None:
     text = "def test_it():\n    pass\n"
     tree = _copy(tmp_path, {f"tests/{name}": text for name in ("unit/test_a.py", "main/test_b.py")})
@@ -114,6 +115,7 @@ def test_a_stage_that_runs_nothing_fails(tmp_path: Path) -> None:
     assert "there is no tests/faults and no tests/fuzz" in gone.stdout
 
 
+@pytest.mark.battery
 def test_a_run_on_a_gpu_tells_what_computed_attention(tmp_path: Path) -> None:
     (tmp_path / "test_engine.py").write_text(
         "from tests.support import vllm_server\n\n"
@@ -175,6 +177,7 @@ def test_what_ends_otherwise_than_its_tests_fails(
 
 
 @pytest.mark.parametrize("arguments", [["tests/faults/test_b.py"], ["-k", "nothing"]])
+@pytest.mark.battery
 def test_a_choice_that_is_of_nothing_fails(tmp_path: Path, arguments: list[str]) -> None:
     tree = _copy(tmp_path, {f"tests/{n}/test_b.py": _PASSES for n in ("vllm", "faults")})
     done = _run(tree, "test-vllm", *arguments)

@@ -14,7 +14,6 @@ import inspect
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
@@ -24,8 +23,9 @@ from weightsync.engine.v1 import engine_pb2
 from weightsync.node.v1 import node_pb2
 from weightsync.v1 import attach_pb2, train_pb2, weightsync_pb2
 from weightsync_client.cli.main import app
-from weightsync_server.http_api.verbs import HttpApi
-from weightsync_server.settings import Settings
+from weightsync_server.extensions.trainer.training import TrainVerbs
+from weightsync_server.extensions.vllm_verbs import VllmVerbs
+from weightsync_server.flags import Flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -57,9 +57,7 @@ def recorded() -> dict[str, dict[str, Any]]:
     return {
         "python": {name: _shape(value) for name, value in _public()},
         "commands": dict(_commands(typer.main.get_command(app))),
-        "settings": {
-            name: repr(field.get_default()) for name, field in Settings.model_fields.items()
-        },
+        "settings": {name: repr(field.get_default()) for name, field in Flags.model_fields.items()},
         "variables": dict.fromkeys(_variables(), ""),
         "messages": {
             name: shape for file in _WIRES for name, shape in _messages(file.message_types_by_name)
@@ -142,8 +140,8 @@ def _field(field: FieldDescriptor) -> str:
 
 
 def _paths() -> dict[str, str]:
-    door = cast("Any", SimpleNamespace(model="default"))
-    verbs = vars(HttpApi(cast("Any", None), door, (), lambda: None))["_verbs"]
+    calls = cast("Any", None)
+    verbs = VllmVerbs(calls, "default", ()).verbs | TrainVerbs(calls, "default").verbs
     return {path: verb.method for path, verb in sorted(verbs.items())}
 
 

@@ -23,7 +23,7 @@ from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync import failpoints
 from weightsync.vllm.worker import worker_methods
-from weightsync.vllm.worker.consensus import GlooRankGroup
+from weightsync.vllm.worker.between_steps import GlooRankGroup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 #: Enough that an apply comes between two of a long request's tokens.
-LAYERS, TOKENS = 12, 480
+LAYERS, TOKENS = 12, 240
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

@@ -22,8 +22,7 @@ import pytest
 
 from tests.support.processes import state
 from weightsync import failpoints
-from weightsync.vllm.worker.between_steps import EXIT_STATUS, switch
-from weightsync.vllm.worker.consensus import Alone
+from weightsync.vllm.worker.between_steps import EXIT_STATUS, SingleRankGroup, switch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -189,13 +188,13 @@ def test_one_rank_alone_ends_as_well() -> None:
     rank: Any = _Rank()
     args = {"apply_id": "new", "base_id": "base", "limit_s": 1, "call": "c"}
     with pytest.raises(Exception, match="base is not what was written"):
-        switch(rank, args, Alone(), lambda: ended.append(True))
+        switch(rank, args, SingleRankGroup(), lambda: ended.append(True))
     assert ended == [True]
 
 
 def test_a_rank_that_does_not_hold_the_base_writes_nothing() -> None:
     rank: Any = _Rank()
     args = {"apply_id": "new", "base_id": "other", "limit_s": 1, "call": "c"}
-    reply = switch(rank, args, Alone(), pytest.fail)
+    reply = switch(rank, args, SingleRankGroup(), pytest.fail)
     assert (reply["ok"], rank.held) == (False, "base")
     assert "does not hold the base" in reply["error"]

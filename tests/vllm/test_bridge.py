@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -147,6 +148,60 @@ def test_a_framework_does_not_end_a_pause_or_lift_a_fence_of_ours(
     assert bench.vllm.complete(PROMPT)["tokens"]
 
 
+def test_a_wake_up_of_a_framework_starts_nothing_that_stands_still(
+    bench: Bench, versions: tuple[Version, Version]
+) -> None:
+    order = {"model": "model", "prompt": "One two", "max_tokens": 480, "ignore_eos": True}
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(bench.vllm.request, "/v1/completions", order)
+        _wait_for(lambda: bench.client.health().requests == 1)
+        lease = bench.client.pause(clear_cache=False)
+        # It waits for the end of the pause.
+        woken = pool.submit(bench.vllm.request, "/wake_up", {})
+        assert not _generates(bench)
+        assert not woken.done()
+        assert bench.vllm.request("/is_paused")[1] == {"is_paused": True}
+        bench.client.resume(lease, 1, versions[0].content_digest)
+        assert woken.result()[0] == 200
+        _wait_for(lambda: _generates(bench))
+        # One that sleeps can be woken whatever it is fenced for, and takes no step.
+        assert bench.vllm.request("/sleep?level=0&mode=keep", {})[0] == 200
+        assert bench.client.health().sleeping
+        bench.client.fence("kept by a test")
+        tokens = _counted(bench, "vllm:generation_tokens_total")
+        for _ in range(2):
+            status, answer = bench.vllm.request("/wake_up", {})
+            assert (status, answer["status"]) == (200, "awake"), answer
+            health = bench.client.health()
+            assert (health.state, health.sleeping) == (pb.BRIDGE_STATE_FENCED, False)
+            assert not _generates(bench)
+        assert _counted(bench, "vllm:generation_tokens_total") == tokens
+        bench.client.resume("", 1, versions[0].content_digest)
+        status, answer = asked.result()
+        assert status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 480
+
+
+def test_memory_of_keys_that_is_given_back_is_a_sleep(bench: Bench) -> None:
+    # On a CPU vLLM cannot do it, but notes that it sleeps.
+    assert bench.vllm.request("/pause?mode=abort", {})[0] == 200
+    if bench.vllm.request("/release_kv_cache_memory", {})[0] == 404:
+        pytest.skip("this vLLM gives back all of its memory or none")
+    assert bench.client.health().sleeping
+    with pytest.raises(grpc.RpcError, match="wake it up"):
+        bench.client.pause()
+    assert bench.vllm.request("/wake_up", {})[0] == 200
+    assert not bench.client.health().sleeping
+    assert bench.vllm.complete(PROMPT)["tokens"]
+
+
+def _generates(bench: Bench) -> bool:
+    """Return whether vLLM makes tokens within a second."""
+    before = _counted(bench, "vllm:generation_tokens_total")
+    time.sleep(1.0)
+    return _counted(bench, "vllm:generation_tokens_total") > before
+
+
 def test_hello_refuses_another_protocol(bench: Bench) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         bench.client.stub.Hello(pb.HelloRequest(protocol=99), timeout=10)
@@ -268,9 +323,13 @@ def test_a_fenced_engine_is_paused_once_more_to_compute_anew_what_it_kept(
 
 def _preempted(bench: Bench) -> float:
     """Return how many requests vLLM has had to compute anew."""
+    return _counted(bench, "vllm:num_preemptions_total")
+
+
+def _counted(bench: Bench, metric: str) -> float:
     with bench.vllm.ask("/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:num_preemptions_total"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
 
 
 def test_expired_lease_resumes_on_one_verified_version(bench: Bench) -> None:

@@ -18,7 +18,7 @@ from tests.support.vllm_server import cpu_environment
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.battery, pytest.mark.timeout(900)]
 
 
 def test_weights_that_are_sent_by_its_methods_become_versions(

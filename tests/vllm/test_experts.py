@@ -53,7 +53,10 @@ def _run(
     return found
 
 
-@pytest.fixture(scope="module", params=["alone", "tp", "ep"])
+@pytest.fixture(
+    scope="module",
+    params=[*(pytest.param(one, marks=pytest.mark.battery) for one in ("alone", "tp")), "ep"],
+)
 def seen(
     request: pytest.FixtureRequest, checkpoint: Callable[..., Path], run_dir: Path
 ) -> list[dict[str, Any]]:

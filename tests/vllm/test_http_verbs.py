@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.servers import free_port
+from tests.support.following import until
 from tests.support.models import make_checkpoint
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
-from weightsync_client import Client
+from weightsync.errors import Reason
+from weightsync_client import Client, ClientError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,3 +118,54 @@ def test_another_model_leaves_nothing(site: _Site) -> None:
         assert [version.version for version in client.versions()] == before
         assert client.verify().verified
     assert site.answers() == served
+
+
+def _why_not(site: _Site) -> str:
+    """Return what vLLM says where it answers 503, or nothing."""
+    status, answer = site.vllm.request(
+        "/v1/completions", {"model": "model", "prompt": "x", "max_tokens": 1}
+    )
+    return str(answer["error"]["message"]) if status == 503 else ""
+
+
+def test_last_a_second_server_is_told_and_tells_whose_the_engine_is(site: _Site) -> None:
+    served, http = site.answers(), f"127.0.0.1:{free_port()}"
+    flags = [f"--engine=unix:{site.vllm.engine_socket}", f"--http={http}"]
+    second = WeightSyncServer(site.root / "run2", site.root / "state2", flags=flags)
+
+    def health() -> str:
+        return str(httpx.get(f"http://{http}/health", timeout=30).json().get("error"))
+
+    try:
+        second.start()
+        assert site.server.process is not None
+        cause = f"stop the other weightsync-server (pid {site.server.process.pid}, "
+        cause += f"run_dir {site.server.run_dir}), or name another engine here"
+        until(lambda: health().startswith(cause), "its health names who owns the engine")
+        assert second.log.count(f"engine engine: {cause}") == 1
+        with Client(second.address) as client, pytest.raises(ClientError) as caught:
+            client.apply()
+        assert caught.value.reason == Reason.ENGINE_OWNED
+        assert caught.value.message.startswith(cause)
+        assert site.answers() == served
+        assert site.http.get("/health").status_code == 200
+        # What dies is replaced, here by a server that no rank can reach.
+        site.server.kill()
+        assert second.process is not None
+        owner = f"weightsync-server (pid {second.process.pid}, run_dir {second.run_dir})"
+        until(lambda: owner in _why_not(site), "vLLM names the server that fenced it")
+        why = _why_not(site)
+        assert why.startswith("fenced: the segment socket ")
+        assert "share it with vLLM; the engine is that of weightsync-server" in why
+        site.server.start()
+        until(lambda: owner in _reason(site.server), "the first one is the newcomer now")
+    finally:
+        second.kill()
+    site.server.wait_serving()
+    assert site.answers() == served
+    assert "Traceback" not in site.server.log + second.log
+
+
+def _reason(server: WeightSyncServer) -> str:
+    with Client(server.address) as client:
+        return client.status().models[0].engine.reason

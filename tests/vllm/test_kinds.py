@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.models import add_copy, make_checkpoint, make_int4, make_int8, make_scaled_cache
-from tests.support.processors import HAS_AMX, LACKS_AMX, without_amx
+from tests.support.processors import (
+    HAS_AMX,
+    HAS_FP8_CACHE,
+    LACKS_AMX,
+    LACKS_FP8_CACHE,
+    without_amx,
+)
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason, WeightSyncError
@@ -177,9 +183,7 @@ def _becomes(site: KindSite) -> None:
 @pytest.mark.parametrize(
     "site",
     [
-        _site("mla", amx=True),
-        # Where it is a processor that has AMX, test_loading shows it for one that has none.
-        _site("mla", amx=False, battery=HAS_AMX),
+        *(_site("mla", amx=amx, battery=True) for amx in (True, False)),
         *(_site("mla", amx=amx, battery=True, tp=2) for amx in (True, False)),
     ],
     indirect=True,
@@ -198,7 +202,7 @@ def test_latent_attention_computes_from_what_was_pushed(site: KindSite) -> None:
 @pytest.mark.parametrize(
     "site",
     [
-        *(_site("int8", amx=amx) for amx in (True, False)),
+        *(_site("int8", amx=amx, battery=True) for amx in (True, False)),
         *(_site("int8", amx=amx, battery=True, tp=2) for amx in (True, False)),
     ],
     indirect=True,
@@ -232,6 +236,7 @@ def test_int4_is_repacked_beside_generation(site: KindSite) -> None:
 
 
 @pytest.mark.parametrize("site", [_site("packed")], indirect=True)
+@pytest.mark.battery
 def test_what_lies_behind_handles_is_refused_with_what_prevents_it(site: KindSite) -> None:
     state, reason = site.settled()
     assert state is EngineState.FENCED
@@ -240,6 +245,7 @@ def test_what_lies_behind_handles_is_refused_with_what_prevents_it(site: KindSit
     assert not site.vllm.answers()
 
 
+@pytest.mark.skipif(not HAS_FP8_CACHE, reason=LACKS_FP8_CACHE)
 @pytest.mark.parametrize("site", [_site("scales")], indirect=True)
 def test_scales_of_the_cache_are_those_of_the_version(site: KindSite) -> None:
     state, reason = site.settled()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.models import make_int4, make_int8
+from tests.support.models import make_int4, make_int8, make_modelopt, make_reranker
 from tests.support.processors import NO_AMX
 from tests.support.vllm_server import cpu_environment
 
@@ -42,17 +42,19 @@ def models(
         )
         return first, second
 
-    root = tmp_path_factory.mktemp("quantised")
-    first, second = pair("qwen2")
+    root = tmp_path_factory.mktemp("made")
 
-    def quantised(kind: str, make: Callable[..., Path], *how: str) -> Pair:
+    def made(kind: str, make: Callable[..., Path], *how: str, of: str = "qwen2") -> Pair:
+        first, second = pair(of)
         return make(first, root / f"{kind}1", *how), make(second, root / f"{kind}2", *how)
 
     return {
         # vLLM makes the group of expert parallel ranks only for a model with experts: that first.
         **{arch: pair(arch) for arch in ("qwen3_moe", *DENSE, "deepseek_v2")},
-        "int8": quantised("int8", make_int8),
-        **{kind: quantised(kind, make_int4, kind) for kind in ("gptq", "awq")},
+        "int8": made("int8", make_int8),
+        "modelopt": made("modelopt", make_modelopt),
+        "reranker": made("reranker", make_reranker, of="qwen3"),
+        **{kind: made(kind, make_int4, kind) for kind in ("gptq", "awq")},
     }
 
 
@@ -134,3 +136,21 @@ def test_int4_is_loaded_again_whatever_it_is_packed_for(seen: dict[str, Any], ki
     found, twin = seen[kind], seen[kind]["twin"]
     assert found["why"]
     assert (twin["refused"], twin["unlike"], twin["unlike_fresh"]) == ("", [], [])
+
+
+def test_fp8_of_modelopt_is_loaded_again_with_all_its_scales(seen: dict[str, Any]) -> None:
+    found, twin = seen["modelopt"], seen["modelopt"]["twin"]
+    assert found["why"]
+    assert (twin["refused"], twin["unlike"], twin["unlike_fresh"]) == ("", [], [])
+    ends = {name.rpartition(".")[2] for name in twin["names"]}
+    assert {"weight_scale", "input_scale", "_k_scale", "_v_scale", "_k_scale_cpu"} <= ends
+
+
+def test_a_head_that_loading_takes_away_is_loaded_again_and_leaves_nothing(
+    seen: dict[str, Any],
+) -> None:
+    found, twin = seen["reranker"], seen["reranker"]["twin"]
+    assert "lm_head.weight" in found["why"]
+    assert (twin["refused"], twin["unlike"], twin["unlike_fresh"]) == ("", [], [])
+    assert "score.weight" in twin["names"]
+    assert not [name for name in twin["names"] if "lm_head" in name]

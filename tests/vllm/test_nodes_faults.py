@@ -30,7 +30,7 @@ from weightsync.wire.rpc_status import from_call
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.battery, pytest.mark.timeout(900)]
 
 _START_S, _SERVING_S = 600.0, 150.0
 _PROMPT = "The quick brown fox"

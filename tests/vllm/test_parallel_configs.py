@@ -1,4 +1,4 @@
-"""What vLLM itself makes of its flags for ranks, and what is refused of that."""
+"""What vLLM itself makes of its flags for ranks and caches, and what is refused of that."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.models import make_checkpoint
-from weightsync.vllm.bridge.engine_cores import EngineCores
-from weightsync.vllm.bridge.llm_calls import VllmCalls, node_count
+from weightsync.vllm.bridge.llm_calls import EngineCores, VllmCalls, node_count
 from weightsync.vllm.bridge.support import config_refusals
 
 if TYPE_CHECKING:
@@ -66,3 +65,57 @@ def test_ranks_that_nobody_reaches_all_of_are_refused(
     (told,) = config_refusals(_config(models["qwen3_moe"], **flags), _cores(cores))
     assert sentence in told
     assert ". " not in told
+
+
+_CHILDREN = [
+    {"kv_connector": name, "kv_role": "kv_both"} for name in ("LMCacheConnectorV1", "NixlConnector")
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both"}},
+            f"the KV connector {name} is not supported",
+        )
+        for name in (
+            "LMCacheConnectorV1",
+            "FlexKVConnectorV1",
+            "HF3FSKVConnector",
+            "OffloadingConnector",
+            "ExampleConnector",
+        )
+    ]
+    + [
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "MultiConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"connectors": _CHILDREN},
+                }
+            },
+            "MultiConnector (LMCacheConnectorV1, NixlConnector) is not supported",
+        ),
+        ({"kv_offloading_size": 1}, "the KV connector OffloadingConnector is not supported"),
+        (
+            {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
+            "the encoder cache connector ECExampleConnector is not supported",
+        ),
+        (
+            {"ec_manager_config": {"encoder_cache_manager_cls": "others.Manager"}},
+            "the encoder cache manager others.Manager is not supported",
+        ),
+    ],
+)
+def test_caches_outside_of_the_engine_are_refused(
+    models: dict[str, Path], flags: dict[str, Any], told: str
+) -> None:
+    from vllm.config import ECTransferConfig, KVTransferConfig
+
+    kinds = {"kv_transfer_config": KVTransferConfig, "ec_transfer_config": ECTransferConfig}
+    made = {name: kinds[name](**given) if name in kinds else given for name, given in flags.items()}
+    (sentence,) = config_refusals(_config(models["qwen2"], **made), _cores(1))
+    assert told in sentence
+    assert ". " not in sentence

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from weightsync.errors import WeightSyncError
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.battery, pytest.mark.timeout(900)]
 
 PROMPTS = ("The quick brown", "Weights move from the trainer", "One two three four five")
 #: Sizes and ranks.
@@ -68,7 +68,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def site(kind: str) -> Iterator[FaultySite]:
     sizes, names = SITES[kind]
-    with running_site(rank=names[-1], **MODEL, **sizes) as site:
+    with running_site(rank=names[-1], slower=3, **MODEL, **sizes) as site:
         yield site
 
 

@@ -21,7 +21,7 @@ import json
 import torch
 from weightsync.vllm import plugin
 from weightsync.vllm.cpu_plain import leave_linear_plain
-from weightsync.vllm.plan.in_place import why_not_plain
+from weightsync.vllm.plan.live_params import why_not_plain
 plugin._initialise_amx()
 import vllm._custom_ops
 import vllm.model_executor.layers.utils as utils

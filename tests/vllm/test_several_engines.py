@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.battery,
     pytest.mark.timeout(900),
 ]
 

@@ -38,8 +38,9 @@ pytestmark = [
     pytest.mark.usefixtures("whole"),
 ]
 
-#: How long a rank that died may have a loader, seconds.
-_ORPHAN_S = 5.0
+#: How long a rank that died may have a loader, seconds. One that is killed gives its memory back at
+#: its own priority, nice(2), while engines of other modules start.
+_ORPHAN_S = 30.0
 
 
 _SIZES = [
@@ -119,6 +120,7 @@ def test_a_version_is_loaded_beside_generation_and_its_way_back_needs_no_load(
         report = site.apply(site.push(new))
         assert report.strategy == pb.APPLY_STRATEGY_TWIN
         assert site.ask() == new
+        site.until_served(new)
         for rank in _ranks(site):
             assert rank.transform == pb.TRANSFORM_TWIN
             assert rank.loader.state == pb.LOADER_STATE_READY
@@ -134,6 +136,7 @@ def test_a_version_is_loaded_beside_generation_and_its_way_back_needs_no_load(
                 loader.resume()
         assert back.report.strategy == pb.APPLY_STRATEGY_TWIN
         assert site.ask() == near
+        site.until_served(near)
     assert set(site.served) == {near, new}
 
 

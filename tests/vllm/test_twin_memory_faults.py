@@ -223,8 +223,10 @@ def test_with_room_for_two_arenas_the_way_back_outlives_the_next_load(site: Faul
         loader.suspend()
     try:
         with site.watched():
+            site.until_served(near)
             site.server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60)
             assert site.ask() == old
+            site.until_served(old)
         assert set(site.served) == {near, old}
     finally:
         for loader in loaders:

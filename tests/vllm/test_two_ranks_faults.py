@@ -31,7 +31,7 @@ _BETWEEN = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[FaultySite]:
-    with running_site(2, rank="0/0/1") as site:
+    with running_site(2, rank="0/0/1", slower=3) as site:
         yield site
 
 
@@ -106,6 +106,7 @@ def test_one_rank_that_says_no_keeps_both_where_they_were(site: FaultySite) -> N
     assert "503" not in site.served
 
 
+@pytest.mark.battery
 def test_one_rank_that_dies_takes_the_engine_with_it(site: FaultySite) -> None:
     # vLLM is started again, and gets what was live before it serves.
     old, _, refusal = _refused(site, "worker.half=1*panic", pb.PAUSE_MODE_BETWEEN_STEPS)

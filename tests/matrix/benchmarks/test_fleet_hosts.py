@@ -12,7 +12,7 @@ from tests.support.benchmark_lines import benchmark_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.battery, pytest.mark.timeout(300)]
 
 _WAYS = ("file", "s3", "grpc")
 

@@ -31,7 +31,7 @@ def test_peers_leave_the_trainers_weights() -> None:
     [
         pytest.param("apply", ("_s", "_delta_1pct_s"), marks=pytest.mark.battery),
         pytest.param("durable", ("_s", "_delta_1pct_s"), marks=pytest.mark.battery),
-        ("exact", ("_s_exact",)),
+        pytest.param("exact", ("_s_exact",), marks=pytest.mark.battery),
     ],
 )
 def test_applies_leave_the_trainers_weights(part: str, suffixes: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.vllm, pytest.mark.battery, pytest.mark.timeout(420)]
 
 
 def test_a_live_vllm_holds_the_last_step_to_the_bit() -> None:

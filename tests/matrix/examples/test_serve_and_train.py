@@ -76,7 +76,9 @@ class _Site:
             ],
             # With one thread the order of every sum is the same.
             variables={
-                "PYTHONPATH": str(_ROOT),
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))
+                ),
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
             },

@@ -43,6 +43,7 @@ def test_the_target_is_this_program() -> None:
     assert "\t$(PY) -m examples.train_demo\n" in (_ROOT / "Makefile").read_text()
 
 
+@pytest.mark.battery
 def test_it_learns_from_a_request_and_a_fresh_vllm_answers_the_same() -> None:
     status, output = _run()
     assert status == 0, output

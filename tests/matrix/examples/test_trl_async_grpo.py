@@ -72,6 +72,7 @@ def _served(address: str) -> Iterator[list[int]]:
 
 
 @pytest.mark.vllm
+@pytest.mark.battery
 def test_the_reward_rises_while_vllm_serves_each_step(stack: Stack, tmp_path: Path) -> None:
     mark, trained = Mark(), tmp_path / "trained"
     # vLLM's worker spins, and of two threads that wait for each other one waits for its core.

@@ -14,7 +14,7 @@ import grpc
 from tests.soak.fleet.fleet_record import SeenApply, SeenDecision
 from weightsync.etcd.v3 import etcd_pb2 as pb
 from weightsync.etcd.v3 import etcd_pb2_grpc
-from weightsync_server.store.documents import decode_document
+from weightsync_server.store.store_records import decode_document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

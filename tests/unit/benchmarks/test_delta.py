@@ -10,6 +10,7 @@ import pytest
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.battery
 def test_one_json_line_with_a_row_per_density() -> None:
     command = [sys.executable, "-m", "benchmarks.delta", "--json", "--rounds", "1"]
     command += ["--layers", "1", "--vocabulary", "2000", "--density", "0.01", "--density", "0.3"]

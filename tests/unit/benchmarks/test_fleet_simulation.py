@@ -20,7 +20,7 @@ from benchmarks.fleet.scenarios import PAYLOADS, Payload, Scenario, StoreKind, s
 from benchmarks.fleet.simulation import Seconds, seconds_of, simulate
 
 _DELTA, _FULL = PAYLOADS[:2]
-_PAGE = Path(__file__).parents[3] / "docs" / "scale.md"
+_PAGE = Path(__file__).parents[3] / "docs/explain/fleet-scale.md"
 #: The network alone: no work, no latency, and a store whose clients wait for hardly any time.
 _WIRE = replace(
     CONSTANTS,

@@ -45,6 +45,7 @@ def test_limits_come_in_one_line() -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.battery
 def test_pushes_are_held_against_the_bare_stream() -> None:
     report = _line("push")
     assert report["errors"] == []

@@ -32,11 +32,20 @@ def test_figures_are_of_the_medians() -> None:
         "push_s_few": [0.1, 0.1, 5.0],
         "push_s_some": [9.0],
         "push_s_many": [0.15, 0.2, 0.05],
+        "adopt_s_few": [1.0],
+        "adopt_s_many": [1.1],
+        "adopt_kib_few": [100.0],
+        "adopt_kib_many": [2100.0],
     }
-    assert figures(sizes, counts, samples) == {"flat": 1.333, "microseconds_per_tensor": 50.0}
+    assert figures(sizes, counts, samples) == {
+        "flat": 1.333,
+        "microseconds_per_tensor": 50.0,
+        "adopt_microseconds_per_tensor": 100.0,
+        "kib_per_tensor": 2.0,
+    }
 
 
-# Four servers start, one after the other.
+# Six servers start, one after the other.
 @pytest.mark.timeout(300)
 def test_one_json_line_with_every_figure() -> None:
     command = [sys.executable, "-m", "benchmarks.scale", "--json", "--mib", "1", "--rounds", "1"]
@@ -47,5 +56,7 @@ def test_one_json_line_with_every_figure() -> None:
     for name in ("1_mib", "4_mib", "10_tensors", "300_tensors"):
         assert report[f"push_s_{name}"] > 0
         assert report[f"cost_{name}"] > 0
+        if name.endswith("_tensors"):
+            assert report[f"adopt_s_{name}"] > 0
     assert report["flat"] >= 1
     assert "microseconds_per_tensor" in report

@@ -92,6 +92,15 @@ def test_distances_of_other_dtypes(dtype: Any, low: Any, high: Any, bucket: str)
     assert difference({"w": after}, {"w": before}).distances == {bucket: 1}
 
 
+def test_distances_are_counted_over_all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync_client.checkpoint_diff._PIECE", 64)
+    before = torch.ones(1000)
+    after = before.clone()
+    after.view(torch.int32)[::10] += 1
+    after.view(torch.int32)[-1] += 2
+    assert difference({"w": before}, {"w": after}).distances == {"1": 100, "2-3": 1}
+
+
 def test_truth_values_know_no_distance() -> None:
     found = difference({"w": np.array([True])}, {"w": np.array([False])})
     assert (found.changed, found.distances) == (1, {})

@@ -18,9 +18,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from safetensors.numpy import save_file
 
+from weightsync import __version__
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.cli.exit_codes import MEANINGS
+from weightsync_client.cli.cli_options import MEANINGS
 from weightsync_client.cli.render import size
 
 Run = Callable[..., tuple[int, str, str]]
@@ -320,7 +321,7 @@ def test_help_tells_the_exit_codes(run: Run) -> None:
     assert code == 0
     for number, meaning in MEANINGS.items():
         assert f"{number:>5}  {meaning}\n" in out
-    assert run("--version")[1] == "0.1.0\n"
+    assert run("--version")[1] == f"{__version__}\n"
 
 
 def program(*arguments: str) -> list[str]:

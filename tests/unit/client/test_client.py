@@ -114,6 +114,7 @@ PUBLIC = [
     "TrainStatus",
     "Trainer",
     "TrainerState",
+    "TransferPath",
     "Transform",
     "UnavailableError",
     "Verification",

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import errors
-from weightsync_client.cli.exit_codes import MEANINGS, ExitCode, exit_code
+from weightsync_client.cli.cli_options import MEANINGS, ExitCode, exit_code
 
 CODES = list(grpc.StatusCode)
 

@@ -27,7 +27,7 @@ from weightsync_client import (
     UnavailableError,
 )
 from weightsync_client.rpc import retry
-from weightsync_client.rpc.retry import Backoff
+from weightsync_client.rpc.retry import RetryState
 
 
 @dataclass
@@ -111,7 +111,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the seconds that are waited for before another try."""
     waited: list[float] = []
 
-    def delay_s(backoff: Backoff, error: ClientError) -> float | None:
+    def delay_s(backoff: RetryState, error: ClientError) -> float | None:
         delay = call_delay_s(backoff, error)
         if delay is not None:
             waited.append(delay)

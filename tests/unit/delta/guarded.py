@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.support.guard_pages import guarded, guarded_copy
-from weightsync.delta.coding import Coding, Counts, Positions, Values, plane_sizes
-from weightsync.delta.delta_errors import Broken
+from weightsync.delta.coding import Broken, Coding, Counts, Positions, Values, plane_sizes
 from weightsync.delta.kernels import native, plain
 
 if TYPE_CHECKING:

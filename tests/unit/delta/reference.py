@@ -1,4 +1,4 @@
-"""A second reader of the format, written from docs/delta-format.md alone and sharing no code.
+"""A second reader of the format, written from delta-format.md alone and sharing no code.
 
 It checks nothing and takes its time: where it and ours agree, the page says what the bytes are.
 """

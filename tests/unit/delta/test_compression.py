@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weightsync.delta.compression import pack, pack_text, unpack
-from weightsync.delta.delta_errors import Broken
+from weightsync.delta.coding import Broken, pack, pack_text, unpack
 
 
 def test_a_plane_comes_back_or_was_not_worth_it() -> None:

@@ -85,7 +85,7 @@ def test_every_bit_of_every_byte_is_guarded(zstd: bool) -> None:
     parse_shard(blob, expect)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(items(), st.booleans(), st.data())
 def test_any_byte_of_any_shard(item: Item, zstd: bool, data: st.DataObject) -> None:
     blob = encode([item], zstd=zstd).blob
@@ -94,7 +94,7 @@ def test_any_byte_of_any_shard(item: Item, zstd: bool, data: st.DataObject) -> N
     _refused(blob, expected([item]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(items(), st.data())
 def test_any_cut_and_any_more(item: Item, data: st.DataObject) -> None:
     blob = encode([item]).blob
@@ -104,7 +104,7 @@ def test_any_cut_and_any_more(item: Item, data: st.DataObject) -> None:
     _refused(np.concatenate([blob, more]), expected([item]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([p for p in Positions if p is not Positions.NONE]),
     st.lists(st.binary(max_size=12), min_size=1, max_size=2),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.guard_pages import guarded, guarded_copy
-from weightsync.delta.delta_errors import Broken
+from weightsync.delta.coding import Broken
 from weightsync.delta.kernels import chosen
 
 

@@ -62,7 +62,7 @@ def test_the_shard_is_that_of_the_bytes(
 
 
 def test_a_bitmap_of_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.delta.found_changes._PIECE", 64)
+    monkeypatch.setattr("weightsync.delta.encoder._PIECE", 64)
     before = np.zeros(1003, np.uint16)
     after = before.copy()
     after[::3] = 1

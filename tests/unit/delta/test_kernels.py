@@ -56,7 +56,7 @@ def _check_same(item: Item) -> None:
             assert mine.tobytes() == other.tobytes(), coding
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(items(3000))
 def test_both_make_the_same_streams(item: Item) -> None:
     _check_same(item)

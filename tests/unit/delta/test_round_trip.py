@@ -77,7 +77,7 @@ def _check(items: list[Item], **options: bool | int) -> dict[str, str]:
     return {stats.name: stats.coding for stats in encoded.stats}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(many(), st.booleans(), st.booleans())
 def test_any_tensors(items: list[Item], zstd: bool, absolute: bool) -> None:
     _check(items, zstd=zstd, absolute=absolute)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weightsync.delta.thread_map import spread
+from weightsync.delta.encoder import spread
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.clocks import Clocks
 from weightsync.engine import OnExpiry, OpenApply, PauseSpec
-from weightsync.engine.pause_lease import PauseLease
+from weightsync.engine.leases import PauseLease
 from weightsync.errors import Reason, WeightSyncError
 
 APPLY = OpenApply("a1", 3, 4)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.support.clocks import Clocks
-from weightsync.engine.serve_limit import ServeLimit
+from weightsync.engine.leases import ServeLimit
 
 
 class Ends:

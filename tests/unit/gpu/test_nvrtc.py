@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from weightsync.gpu import device_kernels, nvrtc
-from weightsync.gpu.device_kernels import Kernels
-from weightsync.gpu.nvrtc import NvrtcError, compile_source
+from weightsync.gpu import device_kernels
+from weightsync.gpu.device_kernels import Kernels, NvrtcError, compile_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,10 +20,10 @@ _SOURCE = device_kernels._SOURCE.read_text()
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have the PyTorch of this host be one for CUDA."""
-    nvrtc._library.cache_clear()
+    device_kernels._library.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     yield
-    nvrtc._library.cache_clear()
+    device_kernels._library.cache_clear()
 
 
 # T4, A100, L40, H100 and H200, B200.

@@ -8,9 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from weightsync.model import box_spans
-from weightsync.model.box_spans import span_of
-from weightsync.model.boxes import Box
+from weightsync.model import tensor_slices
+from weightsync.model.tensor_slices import Box, span_of
 
 
 def _random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
@@ -23,7 +22,7 @@ def test_bytes_go_where_they_belong_and_come_back(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(box_spans, "_PIECE", rng.choice([1, 7, 64, 1 << 20]))
+    monkeypatch.setattr(tensor_slices, "_PIECE", rng.choice([1, 7, 64, 1 << 20]))
     shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 4)))
     width, begin = rng.choice([1, 2, 4]), rng.randint(0, 9)
     box = _random_box(rng, shape)

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from weightsync.model.boxes import Box, problem_of
+from weightsync.model.tensor_slices import Box, problem_of
 
 
 def _rows(*ends: int, columns: int = 4) -> list[Box]:

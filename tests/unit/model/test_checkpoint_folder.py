@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save_file
 
-from weightsync import free_memory
+from tests.support.open_files import open_files, opened_since
+from weightsync import process_limits
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model import checkpoint_folder as module
 from weightsync.model import layout
 from weightsync.model.checkpoint_folder import (
     INDEX,
     CheckpointFolder,
+    in_memory,
     open_checkpoint,
     packed,
     read_index,
@@ -49,11 +51,11 @@ def _open(
     folder: Path, *, links: bool = True, names: Sequence[str] | None = None
 ) -> CheckpointFolder:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    before = sorted(Path("/proc/self/fd").iterdir())
+    before = open_files()
     try:
         return open_checkpoint(fd, links=links, names=names)
     except WeightSyncError:
-        assert sorted(Path("/proc/self/fd").iterdir()) == before, "descriptors are left open"
+        assert opened_since(before) == [], "descriptors are left open"
         raise
     finally:
         os.close(fd)
@@ -265,10 +267,38 @@ def test_what_does_not_fit_into_memory_is_not_copied(
     _write(tmp_path, _map(x="a", y="b"), a={"x": 1}, b={"x": 9, "y": 2})
     found = _open(tmp_path)
     # Of the cgroup: the host has more.
-    monkeypatch.setattr(free_memory, "_cgroup_free", lambda _: 11)
+    monkeypatch.setattr(process_limits, "_cgroup_free", lambda _: 11)
     with pytest.raises(
         WeightSyncError, match=r"b takes 12 bytes of memory.*free as much"
     ) as caught:
         packed(found.files[1], found.chosen()[1], "b")
     assert caught.value.reason is Reason.MEMORY_EXHAUSTED
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "remedy"),
+    [
+        (resource.RLIMIT_FSIZE, 4096, "raise the file size limit"),
+        (resource.RLIMIT_NOFILE, 3, "raise the limit on open files"),
+    ],
+)
+def test_a_copy_that_a_limit_forbids_names_that_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, value: int, remedy: str
+) -> None:
+    # It reads a file for that.
+    monkeypatch.setattr(module, "available_bytes", lambda: 1 << 40)
+    source = tmp_path / "f"
+    source.write_bytes(bytes(1 << 20))
+    fd = os.open(source, os.O_RDONLY)
+    before, (soft, most) = open_files(), resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, most))
+    try:
+        with pytest.raises(WeightSyncError) as caught:
+            os.close(in_memory(b"{}      ", fd, [(0, 1 << 20)], "a checkpoint"))
+    finally:
+        resource.setrlimit(limit, (soft, most))
+    assert opened_since(before) == []
+    os.close(fd)
+    assert caught.value.reason is Reason.MEMORY_EXHAUSTED
+    assert remedy in caught.value.message

@@ -12,6 +12,7 @@ import torch
 from weightsync.model import float_casts
 from weightsync.model.dtypes import DTYPE_BITS, torch_dtype
 from weightsync.model.float_casts import FLOATS, NON_FINITE, CastRangeError, cast_elements, casts
+from weightsync.model.tensor_bits import INTS
 from weightsync_client.source import torch_casts
 
 _PAIRS = list(itertools.permutations(FLOATS, 2))
@@ -57,7 +58,7 @@ def test_both_libraries_make_what_pytorch_s_cast_makes(given: str, wanted: str) 
     found = torch.from_numpy(made.copy()).view(_torch(wanted))
     numbers = ~torch.isnan(expected)
     assert torch.equal(torch.isnan(found), ~numbers)
-    width = torch_casts._WORDS[DTYPE_BITS[wanted] // 8]
+    width = INTS[DTYPE_BITS[wanted] // 8]
     assert torch.equal(found[numbers].view(width), expected[numbers].view(width))
 
 

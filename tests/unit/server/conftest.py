@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.fleet_tasks import Fleet
 from tests.support.object_servers import ObjectServer, azurite, moto, s3rver
 from tests.unit.server.world import World, world
+from weightsync.errors import WeightSyncError
 from weightsync_server.store.objects.object_client import connect
 
 if TYPE_CHECKING:
@@ -23,6 +26,14 @@ if TYPE_CHECKING:
 async def here(tmp_path: Path) -> AsyncIterator[World]:
     async with world(tmp_path) as made:
         yield made
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    made = Fleet(tmp_path)
+    yield made
+    with contextlib.suppress(WeightSyncError):
+        await made.close()
 
 
 @pytest.fixture(scope="session")

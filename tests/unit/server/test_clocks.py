@@ -10,8 +10,8 @@ import pytest
 from tests.support.clocks import HOUR, Clocks
 from tests.unit.server.world import begin, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.catalog.retention import Retention
-from weightsync_server.ops.deadlines import DeadlineMonitor
+from weightsync_server.catalog.garbage_collector import Retention
+from weightsync_server.ops.tasks import DeadlineMonitor
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/fleet.md: its commands are ones that a server takes, its figures those of docs/scale.md."""
+"""Pages on fleets: their commands are ones that a server takes, their figures the simulation's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from pydantic_settings import CliApp
 
 from tests.support.fleet_page import PAGE, commands
-from weightsync_server.settings import Settings
+from weightsync_server.flags import Flags
 
 DOCS = Path(__file__).parents[3] / "docs"
-SCALE = (DOCS / "scale.md").read_text()
+SCALE = (DOCS / "explain/fleet-scale.md").read_text()
 #: Where a figure of the page is in the simulation's table: payload, hosts, store, what differs, and
 #: the column, counted from 0.
 BARRIER, ROLLING = 5, 7
@@ -33,8 +33,8 @@ def _row(begin: str) -> str:
 @pytest.mark.parametrize("line", commands("weightsync-server"))
 def test_a_server_takes_its_flags(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_FLEET_MEMBER", "host7")
-    settings = CliApp.run(Settings, cli_args=shlex.split(line)[1:])
-    assert settings.store or settings.follow or settings.authority
+    settings = CliApp.run(Flags, cli_args=shlex.split(line)[1:]).tree
+    assert settings.paths.store or settings.replica.url or settings.listeners.authority
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,6 @@ def test_defaults_are_those_of_the_settings() -> None:
     rows = re.findall(r"^\| `--([a-z-]+)` \| ([^|]+) \|", PAGE, re.MULTILINE)
     assert len(rows) >= 8
     for name, default in rows:
-        field = Settings.model_fields[name.replace("-", "_")]
+        field = Flags.model_fields[name.replace("-", "_")]
         wanted = "5/8 of the cores, 2 to 16" if name == "fetchers" else str(field.default)
         assert default == wanted, name

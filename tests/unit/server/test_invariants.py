@@ -30,8 +30,7 @@ async def here(tmp_path: Path) -> AsyncIterator[World]:
 
 
 def _monitor(here: World, metrics: Metrics, late: Any = ()) -> InvariantMonitor:
-    model = here.model
-    return InvariantMonitor(model.table, model.epochs, model.slots, model.segments, metrics, late)
+    return InvariantMonitor(here.model, metrics, late)
 
 
 def _census(here: World) -> tuple[InvariantMonitor, Metrics]:

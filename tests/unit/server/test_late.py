@@ -14,9 +14,10 @@ from tests.unit.server.engine.plant import Plant, plant, until
 from tests.unit.server.world import begin, simple, world
 from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.ops.deadlines import DeadlineMonitor
+from weightsync_server.ops.tasks import DeadlineMonitor
 from weightsync_server.push.lifecycle import PushLifecycle
-from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
+from weightsync_server.rpc.status_interceptor import GuardInterceptor
+from weightsync_server.usecases.guard import CallGuard, RpcMetrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,8 +52,8 @@ async def _unary(held: asyncio.Event, request: bytes, context: Any) -> bytes:
 @pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
 async def test_a_call_that_outlives_its_deadline(kind: str) -> None:
     bounds, held = DeadlineMonitor(), asyncio.Event()
-    guard = GuardInterceptor(RpcMetrics(CollectorRegistry()), lambda: None, bounds=bounds)
-    server = grpc.aio.server(interceptors=[guard])
+    guard = CallGuard(RpcMetrics(CollectorRegistry()), lambda: None, bounds=bounds)
+    server = grpc.aio.server(interceptors=[GuardInterceptor(guard)])
 
     async def unary(request: bytes, context: Any) -> bytes:
         return await _unary(held, request, context)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,30 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
-from weightsync import __version__
-from weightsync.wire.addresses import is_private
+from weightsync import __version__, host_dirs
+from weightsync.wire.grpc_channels import is_private
+from weightsync_server import flags
+from weightsync_server.flags import Flags
+from weightsync_server.ops.settings_group import setting
 from weightsync_server.settings import Settings
 
 FLEET = {"fleet": "f", "fleet_register": "file:///r", "fleet_member": "host0"}
 
 
+@dataclass(frozen=True)
+class _Colliding:
+    mine: str = setting("", "what the core's is called", name="store")
+
+
+def test_two_settings_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags, "settings_groups", lambda: (_Colliding,))
+    with pytest.raises(ValueError, match="two groups of settings have a store; rename one"):
+        flags._ordered()
+
+
 def test_the_register_is_read_often_enough_for_what_a_host_may_not_have_read() -> None:
-    assert _made(**FLEET).fleet_limits.poll_s == 10
-    limits = _made(**FLEET, max_age_s=3, undecided_limit_s=4).fleet_limits
+    assert _made(**FLEET).fleet.limits.poll_s == 10
+    limits = _made(**FLEET, max_age_s=3, undecided_limit_s=4).fleet.limits
     assert (limits.poll_s, limits.max_age_s, limits.undecided_s) == (1, 3, 4)
 
 
@@ -31,18 +46,18 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _made(**values: Any) -> Settings:
-    return Settings(**values)
+    return Flags(**values).tree
 
 
 def _flags(*flags: str) -> Settings:
-    return CliApp.run(Settings, cli_args=list(flags))
+    return CliApp.run(Flags, cli_args=list(flags)).tree
 
 
 def test_defaults_are_private_and_durable() -> None:
     made = _made()
-    assert all(is_private(address) for address in made.listen)
-    assert made.store_url == "file:///var/lib/weightsync/store"
-    assert made.segment_socket == Path("/run/weightsync/segments.sock")
+    assert all(is_private(address) for address in made.listeners.listen)
+    assert made.paths.store_url == f"file://{host_dirs.state_dir()}/store"
+    assert made.paths.segment_socket == host_dirs.run_dir() / "segments.sock"
     assert made.metrics.startswith("127.0.0.1:")
 
 
@@ -76,9 +91,9 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WEIGHTSYNC_NAME", "from-env")
     monkeypatch.setenv("WEIGHTSYNC_LISTEN", '["unix:/a", "127.0.0.1:0"]')
     made = _flags("--slots", "4", "--state-dir", "/tmp/s", "--no-reflection")
-    assert (made.slots, made.name, made.reflection) == (4, "from-env", False)
-    assert made.listen == ["unix:/a", "127.0.0.1:0"]
-    assert made.store_url == "file:///tmp/s/store"
+    assert (made.model.slots, made.name, made.reflection) == (4, "from-env", False)
+    assert made.listeners.listen == ["unix:/a", "127.0.0.1:0"]
+    assert made.paths.store_url == "file:///tmp/s/store"
 
 
 @pytest.mark.parametrize(
@@ -90,13 +105,13 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_several_addresses(flags: list[str]) -> None:
-    assert _flags(*flags).listen == ["unix:/a", "unix:/b"]
+    assert _flags(*flags).listeners.listen == ["unix:/a", "unix:/b"]
 
 
 #: Engines are no addresses; tests/unit/server/engine has a test of theirs.
 SEVERAL = [
     name
-    for name, field in Settings.model_fields.items()
+    for name, field in Flags.model_fields.items()
     if "list" in str(field.annotation) and name != "engine"
 ]
 
@@ -116,9 +131,10 @@ SEVERAL = [
 def test_several_values_are_written_alike_in_flags_and_variables(
     monkeypatch: pytest.MonkeyPatch, name: str, written: str, meant: list[str]
 ) -> None:
-    assert getattr(_flags(f"--{name.replace('_', '-')}", written), name) == meant
+    flag = f"--{name.replace('_', '-')}"
+    assert getattr(CliApp.run(Flags, cli_args=[flag, written]), name) == meant
     monkeypatch.setenv(f"WEIGHTSYNC_{name.upper()}", written)
-    assert getattr(_flags(), name) == meant
+    assert getattr(CliApp.run(Flags, cli_args=[]), name) == meant
 
 
 @pytest.mark.parametrize("written", ["", "[]", " , "])
@@ -189,6 +205,9 @@ def test_bad_names(name: str) -> None:
         ({**FLEET, "fleet": "a/b"}, "is no name of a fleet"),
         ({**FLEET, "fleet_member": "-x"}, "is no name of a member"),
         ({"undecided_limit_s": 0}, "undecided_limit_s"),
+        ({"max_skew": -1}, "max_skew"),
+        ({"max_age_s": -1.0}, "max_age_s"),
+        ({"member_ttl_s": 0}, "member_ttl_s"),
         ({"max_unavailable": 0}, "max_unavailable"),
     ],
 )
@@ -198,12 +217,13 @@ def test_values_that_are_refused(values: dict[str, Any], named: str) -> None:
 
 
 def test_they_never_change() -> None:
+    made: Any = Flags()
     with pytest.raises(ValidationError):
-        _made().slots = 5
+        made.slots = 5
 
 
 def test_every_setting_is_explained() -> None:
-    for name, field in Settings.model_fields.items():
+    for name, field in Flags.model_fields.items():
         assert field.description, name
         assert field.description.endswith("."), name
 
@@ -290,10 +310,9 @@ def test_the_version_is_printed_as_by_the_client(flags: list[str]) -> None:
 
 
 def test_every_limit_is_explained_with_its_default() -> None:
-    page = Path(__file__).parents[3].joinpath("docs/operations.md").read_text()
-    section = page.partition("\n## Limits\n")[2].partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", section, re.MULTILINE))
-    made = _made()
+    page = Path(__file__).parents[3].joinpath("docs/reference/limits.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", page, re.MULTILINE))
+    made = Flags()
     assert rows == {
         name: f"{getattr(made, name):g}"
         if isinstance(getattr(made, name), float)
@@ -303,7 +322,7 @@ def test_every_limit_is_explained_with_its_default() -> None:
     prefixes = ("max_", "retain_", "push_", "reader_", "disk_", "slots", "memory_", "delta_")
     of_trainers = ("trainer_queue", "trainer_start_", "trainer_silence_", "trainer_grace_")
     limits = (*prefixes, *of_trainers, "checkpoint_folders", "in_place_")
-    assert set(rows) == {name for name in Settings.model_fields if name.startswith(limits)}
+    assert set(rows) == {name for name in Flags.model_fields if name.startswith(limits)}
 
 
 def test_ingest_processes_listen_beside_every_address_that_takes_pushes() -> None:
@@ -311,11 +330,13 @@ def test_ingest_processes_listen_beside_every_address_that_takes_pushes() -> Non
         listen=["127.0.0.1:50551", "unix:/run/w.sock?role=push", "unix:/run/r.sock?role=read"],
         ingest=2,
     )
-    assert [str(endpoint) for endpoint in made.data_endpoints(1)] == [
+    assert [str(endpoint) for endpoint in made.listeners.of_ingest(1)] == [
         "127.0.0.1:50553",
         "unix:/run/w.sock.2?role=push",
     ]
-    assert _made(listen=["127.0.0.1:0"], ingest=1).data_endpoints(0)[0].address == "127.0.0.1:0"
+    assert (
+        _made(listen=["127.0.0.1:0"], ingest=1).listeners.of_ingest(0)[0].address == "127.0.0.1:0"
+    )
     assert _made().ingest == 0
 
 

@@ -17,36 +17,28 @@ from weightsync.model.digest import content_digest, tensor_digest
 from weightsync.model.layout import build_header
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.catalog.retention import Retention
-from weightsync_server.deltas import ChainLimits
-from weightsync_server.model import ModelLimits, open_model
+from weightsync_server.catalog.garbage_collector import Retention
+from weightsync_server.deltas import ChainSettings
+from weightsync_server.model import ModelSettings, open_model
 from weightsync_server.ops.os_errors import write_fault
 from weightsync_server.ops.tasks import in_thread
-from weightsync_server.push import PushLimits, PushService, read_message
-from weightsync_server.residency.budget import SegmentBudget
-from weightsync_server.residency.segments import SegmentAllocator
+from weightsync_server.push import PushService, PushSettings, read_message
+from weightsync_server.residency.segment_allocator import SegmentAllocator, SegmentBudget
 from weightsync_server.store import open_store
-from weightsync_server.workers.fetch import (
-    box_patches,
-    checkpoint_tasks,
-    delta_tasks,
-    part_deltas,
-    shard_tasks,
-)
-from weightsync_server.workers.fetch.delta_summary import unpack_changes
-from weightsync_server.workers.fetch.fetch_api import FetchApi
+from weightsync_server.workers.fetch import delta_tasks, shard_tasks
+from weightsync_server.workers.fetch.fetch_api import FetchApi, unpack_changes
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
-    from weightsync.model.box_spans import BoxSpan
     from weightsync.model.manifest import ShardEntry, TensorEntry
+    from weightsync.model.tensor_slices import SliceSpan
     from weightsync.shm.segments import Segment
     from weightsync_server.model import Model
-    from weightsync_server.ops.meters import DeltaCounts
+    from weightsync_server.ops.metrics import DeltaCounts
     from weightsync_server.push import Message
-    from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
+    from weightsync_server.workers.fetch.fetch_api import DeltaHeader, TensorDelta
 
 MODEL = "m"
 
@@ -239,9 +231,10 @@ async def world(
     slots: int = 2,
     limits: Mapping[str, float] | None = None,
     retention: Retention | None = None,
-    chains: ChainLimits | None = None,
+    chains: ChainSettings | None = None,
     memory: int = 1 << 30,
     pushes_of: type[PushService] = PushService,
+    **elsewhere: Any,
 ) -> AsyncIterator[World]:
     fetchers = fetchers or Threads()
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
@@ -250,10 +243,10 @@ async def world(
     server = SegmentServer(folder / "segments.sock")
     budget = SegmentBudget(memory)
     segments = SegmentAllocator(budget, server, fetchers)
-    bounds = ModelLimits(slots, retention or Retention(), chains or ChainLimits())
-    model = await open_model(MODEL, keeper, fetchers, segments, bounds, records)
+    bounds = ModelSettings(slots, retention or Retention(), chains or ChainSettings(), 0, 0)
+    model = await open_model(MODEL, keeper, fetchers, segments, bounds, records, **elsewhere)
     meters = Counts()
-    pushes = pushes_of(model, limits=PushLimits(**(limits or {})), meters=meters)  # type: ignore[arg-type]
+    pushes = pushes_of(model, limits=PushSettings(**(limits or {})), meters=meters)  # type: ignore[arg-type]
     await pushes.restore()
     try:
         yield World(model, pushes, meters, budget, fetchers, server)
@@ -288,13 +281,13 @@ class Threads(FetchApi):
         if op == "compose":
             (source,) = facts["others"]
             with memoryview(segment.view)[:size] as view:
-                await _apart(part_deltas.compose, view, source.view, facts["source_fd"])
+                await _apart(delta_tasks.compose, view, source.view, facts["source_fd"])
             return b""
         if op != "patch_boxes":
             raise NotImplementedError(op)
         base, changes = facts["others"]
         task = segment.view, base.view, changes.view, facts["source_fd"], threading.Event()
-        await in_thread(box_patches.patch, *task)
+        await in_thread(delta_tasks.patch_slices, *task)
         return b""
 
     async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
@@ -306,8 +299,8 @@ class Threads(FetchApi):
         blob = await in_thread(shard_tasks.digest, segment.view, shard, (0, 1), threading.Event())
         return [blob[at : at + 16] for at in range(0, len(blob), 16)]
 
-    async def digest_boxes(
-        self, segment: Segment, shard: ShardEntry, spans: Sequence[BoxSpan]
+    async def digest_slices(
+        self, segment: Segment, shard: ShardEntry, spans: Sequence[SliceSpan]
     ) -> list[bytes]:
         return [
             tensor_digest(b"".join(bytes(piece) for piece in span.pieces(segment.view)))
@@ -332,14 +325,12 @@ class Threads(FetchApi):
         if self.full:
             raise write_fault(OSError(errno.ENOSPC, "No space left on device"), "writing")
         with memoryview(segment.view)[:end] as view:
-            await in_thread(checkpoint_tasks.keep, view, shard, begin, target, threading.Event())
+            await in_thread(shard_tasks.keep, view, shard, begin, target, threading.Event())
         self.persisted.append(target)
 
     async def restore(self, segment: Segment, shard: ShardEntry, source: str) -> int:
         with memoryview(segment.view)[: shard.size] as view:
-            good: int = await in_thread(
-                checkpoint_tasks.restore, view, shard, source, threading.Event()
-            )
+            good: int = await in_thread(shard_tasks.restore, view, shard, source, threading.Event())
             return good
 
     async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:

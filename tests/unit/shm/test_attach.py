@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.attach_client import AttachClient
-from weightsync.shm.attach_server import AttachServer, HandedOut
+from weightsync.shm.attach_socket import AttachClient, AttachServer, HandedOut
 from weightsync.shm.live_views import DOCUMENT, GATE, HANDLES, MEMORY, LiveBox, LiveViews
 from weightsync.shm.live_writers import LiveWriters
 from weightsync.shm.segments import Segment, unwritten
@@ -26,7 +25,7 @@ _BOX = LiveBox("w", "F32", "BF16", (4, 2), (2, 0), (2, 2), (2, 1), 0, 64)
 _VIEWS = LiveViews("0/0/0", b"", "m", {"layers": 1}, (_BOX,))
 
 
-class _Desk:
+class _Session:
     """Hands one segment, and two handles, to who has the secret."""
 
     def __init__(self, segment: Segment) -> None:
@@ -58,9 +57,9 @@ class _Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[_Desk]:
+def session(tmp_path: Path) -> Iterator[_Session]:
     segment = Segment.create(4096)
-    made = _Desk(segment)
+    made = _Session(segment)
     server = AttachServer(tmp_path / "a.sock", lambda _: made)
     yield made
     server.close()
@@ -74,53 +73,53 @@ def _until(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def _until_ended(desk: _Desk) -> None:
-    _until(lambda: desk.ended)
+def _until_ended(session: _Session) -> None:
+    _until(lambda: session.ended)
 
 
-def test_who_has_the_secret_gets_memory_to_write(desk: _Desk, tmp_path: Path) -> None:
+def test_who_has_the_secret_gets_memory_to_write(session: _Session, tmp_path: Path) -> None:
     client = AttachClient(tmp_path / "a.sock", "good")
     (rank,) = client.ranks
     assert (client.version, client.content_digest) == (7, "c" * 32)
     assert rank.views == _VIEWS
     assert rank.handles == (bytes(64), bytes(64))
     rank.mappings[0].view[64] = 42
-    assert desk.segment.view[64] == 42
+    assert session.segment.view[64] == 42
     client.check()
-    assert not unwritten(desk.segment.fd)
+    assert not unwritten(session.segment.fd)
     client.close()
-    _until_ended(desk)
+    _until_ended(session)
     # The server kept none of the descriptors that it sent, nor did the client.
     rank.mappings[0].close()
-    assert unwritten(desk.segment.fd)
+    assert unwritten(session.segment.fd)
 
 
-def test_the_socket_is_its_user_s_alone(desk: _Desk, tmp_path: Path) -> None:
-    del desk
+def test_the_socket_is_its_user_s_alone(session: _Session, tmp_path: Path) -> None:
+    del session
     assert stat.S_IMODE((tmp_path / "a.sock").stat().st_mode) == 0o600
 
 
 def test_another_user_is_refused_whatever_it_has(
-    desk: _Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: _Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(WeightSyncError, match="may not write what user") as caught:
         AttachClient(tmp_path / "a.sock", "good")
     assert caught.value.reason is Reason.PERMISSION_DENIED
-    assert unwritten(desk.segment.fd)
+    assert unwritten(session.segment.fd)
 
 
-def test_a_wrong_secret_opens_nothing(desk: _Desk, tmp_path: Path) -> None:
+def test_a_wrong_secret_opens_nothing(session: _Session, tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="opens nothing"):
         AttachClient(tmp_path / "a.sock", "bad")
-    _until_ended(desk)
-    assert unwritten(desk.segment.fd)
+    _until_ended(session)
+    assert unwritten(session.segment.fd)
 
 
-def test_a_check_that_fails_ends_the_attachment(desk: _Desk, tmp_path: Path) -> None:
+def test_a_check_that_fails_ends_the_attachment(session: _Session, tmp_path: Path) -> None:
     client = AttachClient(tmp_path / "a.sock", "good")
-    desk.refusal = WeightSyncError(Reason.ENGINE_AWAY, "started anew")
+    session.refusal = WeightSyncError(Reason.ENGINE_AWAY, "started anew")
     with pytest.raises(WeightSyncError, match="started anew"):
         client.check()
     with pytest.raises(ConnectionError):
@@ -135,7 +134,7 @@ def test_views_are_read_as_they_were_written_and_others_are_refused() -> None:
             LiveViews.from_json(wrong)
 
 
-class _Guarded(_Desk):
+class _Guarded(_Session):
     """Hands out what is written in blocks alone, with a gate; on a GPU no memory of the host."""
 
     def __init__(self, segment: Segment, *, on_gpu: bool) -> None:
@@ -169,20 +168,20 @@ def test_a_block_that_has_ended_is_let_go_of_on_a_gpu_when_nobody_writes(
     tmp_path: Path, *, on_gpu: bool
 ) -> None:
     segment = Segment.create(4096)
-    desk = _Guarded(segment, on_gpu=on_gpu)
-    server = AttachServer(tmp_path / "a.sock", lambda _: desk)
+    session = _Guarded(segment, on_gpu=on_gpu)
+    server = AttachServer(tmp_path / "a.sock", lambda _: session)
     client = AttachClient(tmp_path / "a.sock", "good")
     client.open_block("t")
-    assert desk.is_written
+    assert session.is_written
     client.revoke_block()
     if on_gpu:
         # What is queued there cannot be kept from it.
         time.sleep(0.2)
-        assert desk.is_written
-    _until(lambda: desk.is_written == on_gpu)
+        assert session.is_written
+    _until(lambda: session.is_written == on_gpu)
     client.revoke_block(settled=True)
     # The server closes what it has sent a moment later.
-    _until(lambda: not desk.is_written)
+    _until(lambda: not session.is_written)
     # Of the host it is a copy of its own.
     assert client.writable != on_gpu
     client.close_block()
@@ -192,7 +191,7 @@ def test_a_block_that_has_ended_is_let_go_of_on_a_gpu_when_nobody_writes(
 
 
 def test_a_child_that_is_forked_while_its_parent_asks_waits_for_nobody(
-    desk: _Desk, tmp_path: Path
+    session: _Session, tmp_path: Path
 ) -> None:
     client = AttachClient(tmp_path / "a.sock", "good")
     asked, may_answer = threading.Event(), threading.Event()
@@ -201,7 +200,7 @@ def test_a_child_that_is_forked_while_its_parent_asks_waits_for_nobody(
         asked.set()
         may_answer.wait(20)
 
-    desk.check = wait  # type: ignore[method-assign]
+    session.check = wait  # type: ignore[method-assign]
     asking = threading.Thread(target=client.check)
     asking.start()
     assert asked.wait(10)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.shm.huge_pages import HUGE, Mapping
-from weightsync.shm.segments import Segment, reserved_size
+from weightsync.shm.segments import HUGE, MemoryMapping, Segment, reserved_size
 
 
 @pytest.mark.parametrize("size", [4096, HUGE, 3 * HUGE])
@@ -16,7 +15,7 @@ def test_a_mapping_is_the_file_at_a_fitting_address(size: int) -> None:
     fd = os.memfd_create("test")
     try:
         os.ftruncate(fd, size)
-        mapping = Mapping(fd, size)
+        mapping = MemoryMapping(fd, size)
         assert len(mapping.view) == size
         assert size < HUGE or mapping.address % HUGE == 0
         mapping.view[size - 3 :] = b"end"
@@ -33,7 +32,7 @@ def test_what_cannot_be_mapped_writable_leaves_no_mapping() -> None:
     segment = Segment.create(HUGE)
     reader = segment.read_only_fd()
     with pytest.raises(PermissionError):
-        Mapping(reader, HUGE)
+        MemoryMapping(reader, HUGE)
     os.close(reader)
     segment.close()
 

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from weightsync.shm.live_mapping import LiveMapping, MemoryAccess
+from weightsync.shm.attach_socket import LiveMapping, MemoryAccess
 from weightsync.shm.live_writers import LiveWriters
 from weightsync.shm.segment_socket import SegmentServer
-from weightsync.shm.segments import Segment
+from weightsync.shm.segments import Segment, map_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,6 +208,48 @@ def test_a_mapping_that_is_left_counts_whoever_has_it(
     assert mapping.view[0] == 1
     os.close(fd)
     mapping.close()
+
+
+def _left(segment: Segment) -> torch.Tensor:
+    """Return a tensor that views a mapping which is closed."""
+    fd = segment.read_only_fd()
+    mapping = LiveMapping(fd, segment.capacity)
+    os.close(fd)
+    tensor = torch.frombuffer(mapping.view, dtype=torch.uint8)
+    mapping.close()
+    return tensor
+
+
+def test_addresses_are_nobody_s_while_a_tensor_views_them(segment: Segment) -> None:
+    tensor = _left(segment)
+    address = tensor.data_ptr()
+    assert _protection(address) == "---p"
+    del tensor
+    assert _protection(address) != "---p"
+
+
+def test_a_child_keeps_addresses_of_its_parent_for_what_lies_there_now(segment: Segment) -> None:
+    tensor = _left(segment)
+    address = tensor.data_ptr()
+    pid = os.fork()
+    if not pid:
+        # What the child maps next may come to lie there.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        map_at(address, mmap.PAGESIZE, mmap.PROT_READ, flags, -1)
+        del tensor
+        os._exit(0 if _protection(address) == "r--p" else 1)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+
+
+def _protection(address: int) -> str | None:
+    """Return how the kernel lets this process use an address; None: nothing is mapped there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, protection = line.split()[:2]
+        begin, end = (int(each, 16) for each in span.split("-"))
+        if begin <= address < end:
+            return protection
+    return None
 
 
 def test_what_cannot_be_mapped_leaves_all_as_it_was(segment: Segment) -> None:

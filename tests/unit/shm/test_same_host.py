@@ -20,12 +20,17 @@ import pytest
 
 from tests.support.forking_trainer import MOMENTS
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm import same_host_server
+from weightsync.shm import same_host
 from weightsync.shm.incoming_version import HANDLE_BYTES
-from weightsync.shm.same_host_client import IpcPlacement, SameHostClient
-from weightsync.shm.same_host_server import LendingServer, PeerCredentials, WriteLease
+from weightsync.shm.same_host import (
+    IpcPlacement,
+    PeerCredentials,
+    SameHostClient,
+    SameHostServer,
+    WriteLease,
+)
 from weightsync.shm.segments import Segment, unwritten, writers_are_seen
-from weightsync.wire import peer_server
+from weightsync.wire import socket_server
 
 SIZE = 4 << 20
 
@@ -91,7 +96,7 @@ def test_who_opens_it_while_it_is_looked_at_kills_nobody(segment: Segment) -> No
 # The socket.
 
 
-class Desk:
+class Session:
     """Lends one real segment to whoever knows the secret."""
 
     def __init__(self, segment: Segment, secret: str, peer: PeerCredentials) -> None:
@@ -134,19 +139,19 @@ class Office:
 
     def __init__(self, path: Path, segment: Segment, silence_s: float = 20.0) -> None:
         self.secret = secrets.token_hex(8)
-        self.desks: list[Desk] = []
+        self.sessions: list[Session] = []
         self._segment = segment
-        self.server = LendingServer(path, self.desk, silence_s)
+        self.server = SameHostServer(path, self.session, silence_s)
 
-    def desk(self, peer: PeerCredentials) -> Desk:
-        self.desks.append(Desk(self._segment, self.secret, peer))
-        return self.desks[-1]
+    def session(self, peer: PeerCredentials) -> Session:
+        self.sessions.append(Session(self._segment, self.secret, peer))
+        return self.sessions[-1]
 
     def gone(self) -> bool:
         deadline = time.monotonic() + 20
         while self.server.connections and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self.server.connections == 0 and all(desk.closed for desk in self.desks)
+        return self.server.connections == 0 and all(session.closed for session in self.sessions)
 
 
 @pytest.fixture
@@ -159,7 +164,7 @@ def office(tmp_path: Path, segment: Segment) -> Iterator[Office]:
 
 def test_a_shard_goes_out_and_comes_back(office: Office, segment: Segment) -> None:
     borrower = SameHostClient(office.server.path, office.secret)
-    lent = borrower.borrow(0)
+    lent = borrower.take_lease(0)
     assert lent.huge is segment.huge
     assert not os.get_inheritable(lent.fd)
     os.pwrite(lent.fd, b"written", 0)
@@ -171,9 +176,9 @@ def test_a_shard_goes_out_and_comes_back(office: Office, segment: Segment) -> No
     assert segment.taken_back()
     borrower.written(0, [b"\1" * 16, b"\2" * 16])
     assert bytes(segment.view[:7]) == b"written"
-    (desk,) = office.desks
-    assert desk.told == [(0, b"\1" * 16 + b"\2" * 16)]
-    assert desk.peer == (os.getpid(), os.getuid())
+    (session,) = office.sessions
+    assert session.told == [(0, b"\1" * 16 + b"\2" * 16)]
+    assert session.peer == (os.getpid(), os.getuid())
     borrower.close()
     assert office.gone()
 
@@ -184,8 +189,8 @@ def test_a_shard_on_a_gpu_is_told_of_or_declined(office: Office) -> None:
     assert borrower.collect(0, where) == ""
     assert borrower.collect(1, where) == "there is no GPU"
     assert borrower.collected(0) == bytes(16)
-    (desk,) = office.desks
-    assert desk.places == [[[0, 4096], [0, 0]]] * 2
+    (session,) = office.sessions
+    assert session.places == [[[0, 4096], [0, 0]]] * 2
     borrower.close()
     assert office.gone()
 
@@ -200,7 +205,7 @@ def test_where_shards_lie_is_told_at_once_to_who_knows_that(office: Office) -> N
     borrower.close()
     told = {"device": "75" * 16, "handles": ["68" * 64], "places": [[0, 512], [0, 0]]}
     assert office.gone()
-    assert office.desks[0].lie == [{3: told, 7: told}]
+    assert office.sessions[0].lie == [{3: told, 7: told}]
 
 
 def test_a_refusal_ends_the_connection(office: Office) -> None:
@@ -209,9 +214,9 @@ def test_a_refusal_ends_the_connection(office: Office) -> None:
     assert told.value.reason is Reason.PERMISSION_DENIED
     borrower = SameHostClient(office.server.path, office.secret)
     with pytest.raises(WeightSyncError, match="busy"):
-        borrower.borrow(1)
+        borrower.take_lease(1)
     with pytest.raises(OSError, match=r"ended|Broken|reset"):
-        borrower.borrow(0)
+        borrower.take_lease(0)
     borrower.close()
     assert office.gone()
 
@@ -259,21 +264,21 @@ def test_a_request_that_makes_no_sense_is_answered_with_a_sentence(
     assert len(told.value.message) > 20
     borrower.close()
     assert office.gone()
-    (desk,) = office.desks
-    assert (desk.told, desk.places, desk.lie) == ([], [], [])
+    (session,) = office.sessions
+    assert (session.told, session.places, session.lie) == ([], [], [])
     assert not caplog.text
 
 
 def test_the_silent_are_dropped(
     tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(same_host_server, "_REDEEM_S", 0.1)
+    monkeypatch.setattr(same_host, "_REDEEM_S", 0.1)
     office = Office(tmp_path / "l.sock", segment, silence_s=0.1)
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(str(office.server.path))
         assert raw.recv(10) == b""
     borrower = SameHostClient(office.server.path, office.secret)
-    lent = borrower.borrow(0)
+    lent = borrower.take_lease(0)
     assert office.gone()
     # The connection is over, but what was lent still is.
     assert not segment.taken_back()
@@ -286,13 +291,13 @@ def test_the_silent_are_dropped(
 def test_a_sign_of_life_keeps_the_connection(tmp_path: Path, segment: Segment) -> None:
     office = Office(tmp_path / "l.sock", segment, silence_s=1.0)
     borrower = SameHostClient(office.server.path, office.secret)
-    lent = borrower.borrow(0)
+    lent = borrower.take_lease(0)
     for _ in range(8):
         time.sleep(0.25)
         borrower.alive()
     borrower.give_back(lent)
     borrower.written(0, [b"x" * 16])
-    assert office.desks[-1].told == [(0, b"x" * 16)]
+    assert office.sessions[-1].told == [(0, b"x" * 16)]
     borrower.close()
     assert office.gone()
     office.server.close()
@@ -333,7 +338,7 @@ def test_no_descriptor_for_one_connection_is_no_end_of_all(office: Office) -> No
 
 
 def test_too_many_are_turned_away(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_server, "MOST", 2)
+    monkeypatch.setattr(socket_server, "MOST", 2)
     kept = [SameHostClient(office.server.path, office.secret) for _ in range(2)]
     with pytest.raises(OSError, match=r"ended|Broken|reset"):
         SameHostClient(office.server.path, office.secret)

@@ -22,7 +22,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm import segment_socket
 from weightsync.shm.segment_socket import OfferedFile, SegmentClient, SegmentServer
 from weightsync.shm.segments import MappedSegment, Segment
-from weightsync.wire.fd_passing import BATCH
+from weightsync.wire.documents import BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -439,3 +439,27 @@ def test_close_ends_it(path: Path) -> None:
         os.fstat(fd)
     with pytest.raises(OSError):
         SegmentClient(path)
+
+
+def test_descriptors_that_a_process_may_not_have_are_not_waited_for() -> None:
+    """Nor kept: the kernel has handed over some of them."""
+    program = (
+        "import os, resource, socket\n"
+        "from weightsync.wire.documents import receive_fds, send_fds\n"
+        "here, there = socket.socketpair()\n"
+        "here.settimeout(20)\n"
+        "send_fds(there, [0] * 5)\n"
+        "before = sorted(os.listdir('/proc/self/fd'))\n"
+        "_, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (there.fileno() + 3, most))\n"
+        "try:\n"
+        "    receive_fds(here, 5)\n"
+        "except OSError as error:\n"
+        "    print(repr(error))\n"
+        "assert sorted(os.listdir('/proc/self/fd')) == before\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "OSError(24, 'Too many open files')\n"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.open_files import open_files, opened_since
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm import segments
 from weightsync.shm.segments import GRANULE, MappedSegment, Segment, reserved_size
@@ -28,10 +29,6 @@ def segment() -> Iterator[Segment]:
     made = Segment.create(3 * _PAGE)
     yield made
     made.close()
-
-
-def _open_fds() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 def _mapped() -> int:
@@ -184,6 +181,10 @@ def test_a_host_without_the_memory_is_an_error_not_a_signal(limit: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"MEMORY_EXHAUSTED the host refused {1 << 30} bytes")
+    named = f"this process may write {1 << 20} bytes per file" in done.stdout
+    assert named is (limit == "RLIMIT_FSIZE")
+    opened = "raise the limit on open files (`ulimit -n`" in done.stdout
+    assert opened is (limit == "RLIMIT_NOFILE")
 
 
 def test_a_failed_populate_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,12 +192,12 @@ def test_a_failed_populate_gives_everything_back(monkeypatch: pytest.MonkeyPatch
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(segments, "_populate", fail)
-    before, mapped = _open_fds(), _mapped()
+    before, mapped = open_files(), _mapped()
     with pytest.raises(WeightSyncError) as caught:
         Segment.create(_PAGE)
     assert caught.value.reason is Reason.MEMORY_EXHAUSTED
     # What earlier tests have left may go meanwhile.
-    assert _open_fds() <= before
+    assert opened_since(before) == []
     # Also while the error lives, and with it its traceback.
     assert _mapped() == mapped
 
@@ -226,12 +227,12 @@ def test_memory_lives_as_long_as_somebody_maps_it() -> None:
 
 
 def test_many_segments_leave_no_descriptor_and_no_mapping() -> None:
-    before, mapped = _open_fds(), _mapped()
+    before, mapped = open_files(), _mapped()
     for size in range(200):
         made = Segment.create(size * 100)
         MappedSegment(made.read_only_fd(), made.capacity).close()
         made.close()
-    assert _open_fds() == before
+    assert opened_since(before) == []
     assert _mapped() == mapped
 
 
@@ -249,7 +250,7 @@ def test_close_twice_closes_no_other_descriptor(segment: Segment) -> None:
 
 
 def test_close_gives_the_descriptor_back_while_somebody_holds_a_view() -> None:
-    before, mapped = _open_fds(), _mapped()
+    before, mapped = open_files(), _mapped()
     made = Segment.create(1)
     number = made.fd
     with memoryview(made.view) as held:
@@ -258,17 +259,17 @@ def test_close_gives_the_descriptor_back_while_somebody_holds_a_view() -> None:
             os.fstat(number)
         assert held[0] == 0
     del made, held
-    assert _open_fds() == before
+    assert opened_since(before) == []
     assert _mapped() == mapped
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1 << 62])
 def test_a_descriptor_is_closed_when_it_cannot_be_mapped(segment: Segment, capacity: int) -> None:
-    before = _open_fds()
+    before = open_files()
     # 0 maps the whole file.
     with contextlib.suppress(OSError, ValueError, OverflowError):
         MappedSegment(segment.read_only_fd(), capacity).close()
-    assert _open_fds() == before
+    assert opened_since(before) == []
 
 
 def test_ids_are_hard_to_guess() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.servers import free_port
 from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm
-from weightsync.vllm.endpoint import Bridge
+from weightsync.vllm.endpoint import BridgePlugin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,8 +52,9 @@ class Served(Llm):
 async def test_answers_name_versions_unless_that_is_switched_off(
     switch: str, status: int, named: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("weightsync.vllm.extensions.answers")
     monkeypatch.setenv("WEIGHTSYNC_ANSWER_VERSIONS", switch)
-    llm, bridge = Served(), Bridge()
+    llm, bridge = Served(), BridgePlugin()
     app = applications.Starlette(routes=[routing.Route("/ask", llm.ask)])
     bridge.attach_router(app)
     transport = httpx.ASGITransport(app=app)
@@ -75,8 +76,9 @@ async def test_answers_name_versions_unless_that_is_switched_off(
 async def test_requests_for_the_trainer_are_passed_on_in_every_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    pytest.importorskip("weightsync.vllm.extensions.train_forward")
     monkeypatch.setenv("WEIGHTSYNC_HTTP", f"http://127.0.0.1:{free_port()}")
-    llm, bridge = Served(), Bridge()
+    llm, bridge = Served(), BridgePlugin()
     app = applications.Starlette(routes=[routing.Route("/ask", llm.ask)])
     bridge.attach_router(app)
     transport = httpx.ASGITransport(app=app)

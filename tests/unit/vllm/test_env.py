@@ -15,9 +15,10 @@ import pytest
 from safetensors.numpy import load, save_file
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.host_dirs import run_dir
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.vllm.bridge.checkpoint import checkpoint_files, offer_files
-from weightsync.vllm.endpoint import Bridge, _bind
+from weightsync.vllm.endpoint import BridgePlugin, _bind
 from weightsync.vllm.env import EngineSettings
 
 if TYPE_CHECKING:
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 
 def test_defaults_and_overrides() -> None:
     settings = EngineSettings.load({})
-    assert settings.engine_socket == "/run/weightsync/engine.sock"
-    assert settings.segment_socket == "/run/weightsync/segments.sock"
+    assert settings.engine_socket == f"{run_dir()}/engine.sock"
+    assert settings.segment_socket == f"{run_dir()}/segments.sock"
+    settings = EngineSettings.load({"WEIGHTSYNC_RUN_DIR": "/c"})
+    assert settings.engine_socket == "/c/engine.sock"
+    assert settings.segment_socket == "/c/segments.sock"
     settings = EngineSettings.load({"WEIGHTSYNC_ENGINE_SOCKET": "unix:/a/e.sock"})
     assert settings.segment_socket == "/a/segments.sock"
     settings = EngineSettings.load({"WEIGHTSYNC_SEGMENT_SOCKET": "/b/s.sock"})
@@ -107,7 +111,7 @@ def _config(model: Path | str, load_format: str = "auto") -> Any:
 
 def _files(model: Path, load_format: str = "auto") -> list[Path]:
     config = _config(model, load_format)
-    return checkpoint_files(config.model_config, config.load_config)
+    return checkpoint_files(config.model_config, config.load_config)[0]
 
 
 def test_files_of_the_index_are_offered_and_no_others(tmp_path: Path) -> None:
@@ -227,8 +231,8 @@ def test_impossible_socket_paths_are_named(path: str) -> None:
 
 async def test_several_api_servers_are_refused() -> None:
     with pytest.raises(RuntimeError, match="--api-server-count 1"):
-        await Bridge().init_state(object(), None, SimpleNamespace(api_server_count=2))
-    await Bridge().init_state(None, None, SimpleNamespace())
+        await BridgePlugin().init_state(object(), None, SimpleNamespace(api_server_count=2))
+    await BridgePlugin().init_state(None, None, SimpleNamespace())
 
 
 @pytest.mark.parametrize(("text", "attachable"), [("", False), ("0", False), ("1", True)])

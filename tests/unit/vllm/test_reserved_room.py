@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weightsync.vllm.env import Amount
-from weightsync.vllm.reserved_room import reserve_room
+from weightsync.vllm.plugin import reserve_room
 
 
 def _worker(room: str, *, device: str = "cuda", fixed: int | None = None) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from weightsync.wire.named_methods import generic_only
+from weightsync.wire.grpc_channels import generic_only
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire.peer_server import PeerCredentials, peer_process
+from weightsync.wire.socket_server import PeerCredentials, peer_process
 
 
 class _Peer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.wire.proxies import proxy_hint
+from weightsync.wire.grpc_channels import proxy_hint
 
 _PROXY = {"https_proxy": "http://user:secret@proxy.example:3128/"}
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire import unix_sockets
-from weightsync.wire.unix_sockets import claimed, umask
+from weightsync.wire import socket_server
+from weightsync.wire.socket_server import claimed, umask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,7 +156,7 @@ def test_of_two_that_come_at_once_one_gets_it(path: Path) -> None:
 
 
 def test_a_folder_that_stays_locked_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_sockets, "_TURN_S", 0.1)
+    monkeypatch.setattr(socket_server, "_TURN_S", 0.1)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightsync_client.attach.fused_views import fused_view
+from weightsync_client.attach.live_tensors import fused_view
 
 _EXPERTS, _ROWS, _COLUMNS = 3, 2, 4
 _NAME = "model.layers.0.mlp.experts.gate_up_proj"

@@ -13,7 +13,7 @@ import pytest
 
 from weightsync.v1 import attach_pb2 as pb
 from weightsync_client import ClientError, Reason
-from weightsync_client.attach.in_place import InPlaceTransaction
+from weightsync_client.attach.transaction import InPlaceTransaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

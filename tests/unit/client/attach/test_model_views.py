@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightsync_client import RefusedError
-from weightsync_client.attach.model_views import put_into
+from weightsync_client.attach.live_tensors import put_into
 
 
 class _Model(torch.nn.Module):

@@ -11,7 +11,7 @@ import pytest
 
 from weightsync.v1 import attach_pb2 as pb
 from weightsync_client import ClientError, InvalidError, Reason
-from weightsync_client.attach.transaction_call import TransactionCall
+from weightsync_client.attach.transaction import TransactionCall
 
 
 class _Stream(list[pb.WriteInPlaceResponse]):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightsync_client.attach import written_boxes
-from weightsync_client.attach.written_boxes import WrittenBox, copy_boxes, find_unequal
+from weightsync_client.attach import joint_update
+from weightsync_client.attach.joint_update import WrittenBox, copy_boxes, find_unequal
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64]
 
@@ -61,7 +61,7 @@ def test_nan_may_be_cast_to_another_one(dtype: torch.dtype) -> None:
 
 
 def test_large_ones_are_compared_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written_boxes, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(joint_update, "_PIECE_BYTES", 64)
     source = torch.randn(33, 5)
     for row in (0, 16, 32):
         live = source.clone()

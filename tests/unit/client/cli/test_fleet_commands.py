@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from weightsync_client import Client
 from weightsync_client.cli.fleet_commands import _show_members, _show_report, fleet
-from weightsync_client.fleet_types import (
+from weightsync_client.types import (
     FleetMemberReport,
     FleetMemberStatus,
     FleetOrder,

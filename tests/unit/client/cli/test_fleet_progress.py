@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightsync_client.cli.fleet_progress import describe
-from weightsync_client.fleet_types import FleetMemberReport, FleetOrder, FleetReport
+from weightsync_client.cli.fleet_commands import describe
+from weightsync_client.types import FleetMemberReport, FleetOrder, FleetReport
 
 _HALF = FleetReport(
     apply=7,

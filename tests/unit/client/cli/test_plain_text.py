@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save
 
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.cli.plain_text import escaped
+from weightsync_client.cli.cli_options import escaped
 
 if TYPE_CHECKING:
     from collections.abc import Callable

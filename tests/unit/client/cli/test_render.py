@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import types
 from weightsync_client.cli import render
 from weightsync_client.rpc import convert
 from weightsync_client.types import PushResult
@@ -22,11 +23,11 @@ def test_unchecked_is_shown_of_versions_and_pushes(
     check: LayoutCheck.ValueType, shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     info = pb.VersionInfo(model="m", version=7, layout_check=check)
-    render.show_version(convert.to_version(info))
+    render.show_version(convert.from_message(types.Version, info))
     assert ("unchecked" in capsys.readouterr().out) is shown
     push = pb.PushStatus(push_id="p", version=8, layout_check=check)
     model = pb.ModelStatus(model="m", pushes=[push], apply_id="a1")
-    render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
+    render.show_status(convert.from_message(types.Status, pb.GetStatusResponse(models=[model])))
     out = capsys.readouterr().out
     assert ("unchecked" in out) is shown
     assert "apply a1 in progress" in out
@@ -35,7 +36,7 @@ def test_unchecked_is_shown_of_versions_and_pushes(
 def test_a_full_disk_is_shown_with_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
     room = pb.DiskStatus(folder="state", path="/s", free_bytes=3 * 10**9, used_bytes=10**6)
     full = pb.DiskStatus(folder="store", path="/d", used_bytes=500, error="free space there")
-    render.show_status(convert.to_status(pb.GetStatusResponse(disks=[room, full])))
+    render.show_status(convert.from_message(types.Status, pb.GetStatusResponse(disks=[room, full])))
     assert capsys.readouterr().out.splitlines()[1:] == [
         "  disk of state (/s): 3.0 GB free, 1.0 MB used",
         "  disk of store (/d): 0 B free, 500 B used; FULL: free space there",
@@ -45,7 +46,7 @@ def test_a_full_disk_is_shown_with_what_helps(capsys: pytest.CaptureFixture[str]
 def _shown(rank: pb.RankResult, capsys: pytest.CaptureFixture[str]) -> str:
     engine = pb.EngineStatus(state=pb.ENGINE_STATE_SERVING, ranks=[rank])
     model = pb.ModelStatus(model="m", engine=engine)
-    render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
+    render.show_status(convert.from_message(types.Status, pb.GetStatusResponse(models=[model])))
     return capsys.readouterr().out
 
 
@@ -81,7 +82,7 @@ def test_every_rank_of_the_engine_is_shown(capsys: pytest.CaptureFixture[str]) -
     ranks = [pb.RankResult(rank=f"{core}/0/0", version=7) for core in range(2)]
     engine = pb.EngineStatus(state=pb.ENGINE_STATE_SERVING, ranks=ranks)
     model = pb.ModelStatus(model="m", engine=engine)
-    render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
+    render.show_status(convert.from_message(types.Status, pb.GetStatusResponse(models=[model])))
     out = capsys.readouterr().out
     assert "  rank 0/0/0: version 7" in out
     assert "  rank 1/0/0: version 7" in out
@@ -90,20 +91,20 @@ def test_every_rank_of_the_engine_is_shown(capsys: pytest.CaptureFixture[str]) -
 def test_what_makes_an_engine_less_safe_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     engine = pb.EngineStatus(state=pb.ENGINE_STATE_SERVING, warnings=["anybody may call it"])
     model = pb.ModelStatus(model="m", engine=engine)
-    render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
+    render.show_status(convert.from_message(types.Status, pb.GetStatusResponse(models=[model])))
     assert "  WARNING anybody may call it\n" in capsys.readouterr().out
 
 
 def test_a_push_shows_for_which_writers_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
     push = pb.PushStatus(push_id="p", writers=4, absent_writers=[1, 3], unfinished_writers=[0])
     model = pb.ModelStatus(model="m", pushes=[push])
-    render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
+    render.show_status(convert.from_message(types.Status, pb.GetStatusResponse(models=[model])))
     assert "0 streams, 4 writers, not begun: 1, 3, unfinished: 0\n" in capsys.readouterr().out
 
 
 def _status(capsys: pytest.CaptureFixture[str], **fields: Any) -> list[str]:
     model = pb.ModelStatus(model="m", **fields)
-    render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
+    render.show_status(convert.from_message(types.Status, pb.GetStatusResponse(models=[model])))
     return capsys.readouterr().out.splitlines()[1:]
 
 
@@ -187,7 +188,7 @@ def test_a_proof_shows_what_each_engine_holds(capsys: pytest.CaptureFixture[str]
             pb.EngineProof(engine="e1", version=7, ranks=[differs]),
         ]
     )
-    render.show_verification(convert.to_verification(proof))
+    render.show_verification(convert.from_message(types.Verification, proof))
     assert capsys.readouterr().out.splitlines() == [
         "engine e0: every rank holds version 8",
         "engine e1: every rank does NOT hold version 7",

@@ -13,7 +13,7 @@ from tests.unit.client.servicer import Servicer, start
 from tests.unit.client.train_answers import TrainAnswers
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import train_pb2 as pb
-from weightsync_client.cli.exit_codes import ExitCode
+from weightsync_client.cli.cli_options import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -19,7 +19,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests.support.processes import python_says
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_client import (
     Access,
@@ -471,65 +470,3 @@ def test_a_reporter_sees_them_where_the_callback_comes_first(
     assert trainer.callback_handler.callbacks.count(callback) == 1
     trainer.train()
     assert [log["weightsync/version"] for log in recorder.logs[:2]] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"every": 0}, "every is 0; use a whole number from 1"),
-        ({"every": 1.5}, "every is 1.5; use a whole number"),
-        ({"every": True}, "every is True; use a whole number"),
-        ({"on_error": "ignore"}, "on_error is 'ignore'; use 'raise' or 'log'"),
-        ({"push": {"version": 3}}, "version is given for all steps"),
-        ({"push": {"idempotency_key": "k"}}, "idempotency_key is given for all steps"),
-        ({"apply": {"idempotency_key": "k"}}, "idempotency_key is given for all steps"),
-        ({"push": {"metadata": {"a": None}}}, r"metadata\['a'\] is None; use a string"),
-        ({"server": None}, "server is None; use a string"),
-        ({"run_id": 7}, "run_id is 7; use a string"),
-    ],
-)
-def test_what_cannot_be_is_refused_when_it_is_made(options: Any, sentence: str) -> None:
-    with pytest.raises(InvalidError, match=sentence):
-        WeightSyncCallback(**{"server": "127.0.0.1:1", **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"evry": 2}, "unexpected keyword argument 'evry'"),
-        ({"push": {"stream": 2}}, "Did you mean 'streams'"),
-        ({"apply": {"pauze": "keep"}}, "Did you mean 'pause'"),
-    ],
-)
-def test_a_misspelt_option_is_refused_when_it_is_made(options: Any, sentence: str) -> None:
-    with pytest.raises(TypeError, match=sentence):
-        WeightSyncCallback("127.0.0.1:1", **options)
-
-
-def test_a_client_and_options_for_one_are_refused(client: Client) -> None:
-    with pytest.raises(InvalidError, match="model would be for a new client"):
-        WeightSyncCallback(client, model="policy")
-
-
-def test_importing_the_package_loads_no_framework() -> None:
-    program = "import sys, weightsync_client.integrations; print('transformers' in sys.modules)"
-    assert python_says(program) == "False"
-
-
-def test_absent_transformers_are_one_sentence() -> None:
-    program = """
-import sys
-sys.modules["transformers"] = None
-try:
-    from weightsync_client.integrations import WeightSyncCallback
-except ImportError as error:
-    print(error)
-"""
-    sentence = python_says(program)
-    assert sentence.endswith("`: WeightSyncCallback needs transformers")
-    assert "pip install transformers accelerate" in sentence
-
-
-def test_an_unknown_member_is_no_attribute() -> None:
-    with pytest.raises(ImportError, match="cannot import name 'Other'"):
-        from weightsync_client.integrations import Other  # noqa: F401

@@ -24,7 +24,6 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from tests.support.processes import python_says
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_client import (
     Access,
@@ -186,39 +185,71 @@ def test_a_training_of_trl_itself(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    rollouts, tokenizer = _Rollouts(servicer), _tiny_policy(tmp_path)
+    trained = _trl_train(trl, tmp_path, tokenizer, rollouts, make(run_id="run"), monkeypatch)
+    # Its count of transfers is ours, and each is live when it counts it.
+    assert rollouts.live_at == [(1, 1), (2, 2), (3, 3)]
+    pushed = _committed(servicer)
+    assert [upload.request.metadata["sync"] for upload in pushed] == ["1", "2", "3"]
+    assert _equal(_tensors(pushed[-1]), trained)
+    assert not _equal(_tensors(pushed[0]), trained)
+
+
+def test_a_training_of_trl_itself_leaves_a_tied_head_as_it_is(
+    trl: Any,
+    make: Callable[..., WeightSyncTransfer],
+    servicer: Servicer,
+    client: Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rollouts, tokenizer = _Rollouts(servicer), _tiny_policy(tmp_path, tied=True)
+    served = load((tmp_path / "model.safetensors").read_bytes())
+    served["lm_head.weight"] = served["model.embed_tokens.weight"].clone()
+    client.apply(client.push(served, metadata={"run_id": "earlier"}).version)
+    transfer = make(push={"partial": True}, run_id="run")
+    trained = _trl_train(trl, tmp_path, tokenizer, rollouts, transfer, monkeypatch)
+    assert "lm_head.weight" not in trained
+    assert rollouts.live_at == [(1, 2), (2, 3), (3, 4)]
+    newest = _tensors(_committed(servicer)[-1])
+    assert _equal(newest, served | trained)
+
+
+def _trl_train(
+    trl: Any,
+    folder: Path,
+    tokenizer: Any,
+    rollouts: _Rollouts,
+    transfer: WeightSyncTransfer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[str, Any]:
+    """Train two steps with TRL's own trainer; return the parameters that it ends with."""
     # Both need a GPU: the name of one, and attention over packed samples.
     monkeypatch.setattr(trl, "get_peak_flops_per_device", lambda *_: 1.0)
     monkeypatch.setattr(trl, "TREE_ATTENTION", "eager")
-    tokenizer = _tiny_policy(tmp_path)
     settings: dict[str, Any] = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     settings |= {"per_device_train_batch_size": 1, "token_budget": 8, "learning_rate": 1e-2}
     settings |= {"disable_tqdm": True, "save_strategy": "no", "report_to": []}
-    rollouts, transfer = _Rollouts(servicer), make(run_id="run")
     trainer = trl.AsyncGRPOTrainer(
-        str(tmp_path),
-        args=trl.AsyncGRPOConfig(str(tmp_path / "out"), max_steps=2, **settings),
+        str(folder),
+        args=trl.AsyncGRPOConfig(str(folder / "out"), max_steps=2, **settings),
         train_dataset=[{"prompt": [{"role": "user", "content": "t3"}]}] * 4,
         processing_class=tokenizer,
         rollout_worker=rollouts,
         weight_transfer=transfer,
     )
     trainer.train()
-    # Its count of transfers is ours, and each is live when it counts it.
-    assert rollouts.live_at == [(1, 1), (2, 2), (3, 3)]
-    pushed = _committed(servicer)
-    assert [upload.request.metadata["sync"] for upload in pushed] == ["1", "2", "3"]
-    trained = {name: p.detach() for name, p in trainer.model.named_parameters()}
-    assert _equal(_tensors(pushed[-1]), trained)
-    assert not _equal(_tensors(pushed[0]), trained)
+    return {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
 
 
-def _tiny_policy(folder: Path) -> Any:
+def _tiny_policy(folder: Path, *, tied: bool = False) -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(folder)
+    config = Qwen2Config(**sizes, **heads, tie_word_embeddings=tied)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
     words = models.WordLevel({f"t{i}": i for i in range(32)}, unk_token="t0")
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(words), eos_token="t1", pad_token="t2", unk_token="t0"
@@ -464,61 +495,3 @@ def test_a_second_training_opens_a_client_again(
     _sync(transfer, _gathered(_weights(2)))
     transfer.destroy()
     assert [upload.request.metadata["sync"] for upload in _committed(servicer)] == ["1", "2"]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"on_error": "ignore"}, "on_error is 'ignore'; use 'raise' or 'log'"),
-        ({"push": {"version": 3}}, "version is given for all steps"),
-        ({"push": {"idempotency_key": "k"}}, "idempotency_key is given for all steps"),
-        ({"apply": {"idempotency_key": "k"}}, "idempotency_key is given for all steps"),
-        ({"push": {"metadata": {"a": None}}}, r"metadata\['a'\] is None; use a string"),
-        ({"server": None}, "server is None; use a string"),
-        ({"run_id": 7}, "run_id is 7; use a string"),
-    ],
-)
-def test_what_cannot_be_is_refused_when_it_is_made(options: Any, sentence: str) -> None:
-    with pytest.raises(InvalidError, match=sentence):
-        WeightSyncTransfer(**{"server": "127.0.0.1:1", **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"evry": 2}, "unexpected keyword argument 'evry'"),
-        ({"push": {"stream": 2}}, "Did you mean 'streams'"),
-        ({"apply": {"pauze": "keep"}}, "Did you mean 'pause'"),
-    ],
-)
-def test_a_misspelt_option_is_refused_when_it_is_made(options: Any, sentence: str) -> None:
-    with pytest.raises(TypeError, match=sentence):
-        WeightSyncTransfer("127.0.0.1:1", **options)
-
-
-def test_a_client_and_options_for_one_are_refused(client: Client) -> None:
-    with pytest.raises(InvalidError, match="model would be for a new client"):
-        WeightSyncTransfer(client, model="policy")
-
-
-def test_it_imports_neither_trl_nor_vllm() -> None:
-    program = """
-import sys
-from weightsync_client.integrations import WeightSyncTransfer
-print([name for name in ("trl", "vllm") if name in sys.modules])
-"""
-    assert python_says(program) == "[]"
-
-
-def test_what_is_absent_is_one_sentence() -> None:
-    program = """
-import sys
-sys.modules["transformers"] = None
-try:
-    from weightsync_client.integrations import WeightSyncTransfer
-except ImportError as error:
-    print(error)
-"""
-    sentence = python_says(program)
-    assert sentence.endswith("`: WeightSyncTransfer needs transformers")
-    assert "pip install 'trl==1.16.*'" in sentence

@@ -19,7 +19,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from tests.support.processes import python_says
 from weightsync_client import Client, ClientError, InvalidError, Retry, UnavailableError
 from weightsync_client.integrations import WeightSyncTrainerEngine, WeightSyncTrainerInitInfo
 
@@ -366,25 +365,3 @@ def test_a_client_that_is_given_stays_open(client: Client, servicer: Servicer) -
     trainer.shutdown()
     assert client.status().models[0].model == "policy"
     assert servicer.live == 1
-
-
-def test_the_client_imports_no_vllm_before_it_is_asked_for_this() -> None:
-    program = """
-import sys
-import weightsync_client.integrations
-print("vllm" in sys.modules)
-"""
-    assert python_says(program) == "False"
-
-
-def test_what_is_absent_is_one_sentence() -> None:
-    program = """
-import sys
-sys.modules["vllm"] = None
-try:
-    from weightsync_client.integrations import WeightSyncTrainerEngine
-except ImportError as error:
-    print(error)
-"""
-    sentence = python_says(program)
-    assert sentence.endswith("`: WeightSyncTrainerEngine needs vllm")

@@ -13,7 +13,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.model.digest import content_digest, tensor_digest
 from weightsync_client import Client, Fallback, InvalidError, PushKind, Reason, UnavailableError
 from weightsync_client.push import policy
-from weightsync_client.push.partial import NamedBase
+from weightsync_client.push.push_request import NamedBase
 
 Tensors = dict[str, torch.Tensor]
 _SHAPE = (300, 41)

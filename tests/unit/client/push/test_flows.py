@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.client.push.test_policy import Tensors, digest_of, model, step
+from tests.support.trained import Tensors, digest_of, model, step
 from weightsync.errors import WeightSyncError
 from weightsync_client import (
     AsyncClient,
@@ -22,7 +22,7 @@ from weightsync_client import (
     Reason,
     RefusedError,
 )
-from weightsync_client.snapshot import delta_shards, grouping, host_tensor, snapshot
+from weightsync_client.snapshot import delta_shards, host_tensor, snapshot
 from weightsync_client.snapshot.host_tensor import HostTensor
 from weightsync_client.source.tensors import wrap
 
@@ -30,8 +30,8 @@ from weightsync_client.source.tensors import wrap
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every tensor or two make a shard."""
-    monkeypatch.setattr(grouping, "_GROUP_BYTES", 1)
-    monkeypatch.setattr(grouping, "_GROUPS", 8)
+    monkeypatch.setattr(delta_shards, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(delta_shards, "_GROUPS", 8)
 
 
 class Gathered:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.support.trained import Tensors, digest_of, model, step
 from weightsync.errors import WeightSyncError
 from weightsync.model.digest import content_digest, tensor_digest
 from weightsync_client import (
@@ -28,33 +29,8 @@ from weightsync_client import (
     RefusedError,
     UnavailableError,
 )
-from weightsync_client.snapshot import copy_budget, delta_shards, grouping
+from weightsync_client.snapshot import delta_shards, snapshot
 from weightsync_client.snapshot.host_tensor import HostTensor
-
-Tensors = dict[str, torch.Tensor]
-
-
-def model(seed: int = 0, count: int = 4, elements: int = 60_000) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        f"layers.{i}.weight": torch.randn(elements + i, generator=generator).to(torch.bfloat16)
-        for i in range(count)
-    }
-
-
-def step(tensors: Tensors, seed: int, share: float = 0.01) -> None:
-    """Move a share of all elements by one ulp, as an optimizer does."""
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in tensors.values():
-        bits = tensor.view(torch.int16)
-        bits += (torch.rand(bits.shape, generator=generator) < share).to(torch.int16)
-
-
-def digest_of(tensors: Tensors) -> str:
-    return content_digest(
-        (name, "BF16", tuple(t.shape), tensor_digest(t.view(torch.uint8).numpy().data))
-        for name, t in tensors.items()
-    )
 
 
 def test_the_second_push_is_a_delta(client: Client, servicer: Any) -> None:
@@ -124,8 +100,8 @@ def test_files_are_compared_too(client: Client, tmp_path: Path) -> None:
 def test_a_cut_delta_goes_on_where_it_stopped(
     client: Client, servicer: Any, monkeypatch: pytest.MonkeyPatch, streams: int
 ) -> None:
-    monkeypatch.setattr(grouping, "_GROUP_BYTES", 1)
-    monkeypatch.setattr(grouping, "_GROUPS", 8)
+    monkeypatch.setattr(delta_shards, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(delta_shards, "_GROUPS", 8)
     tensors = model(count=8, elements=200_000)
     client.push(tensors)
     step(tensors, 1, 0.2)
@@ -253,13 +229,19 @@ def test_a_server_without_deltas_gets_everything(client: Client, servicer: Any) 
     assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.REFUSED)
 
 
-def test_a_copy_that_went_bad_heals_itself(client: Client) -> None:
+def _pushed_and_spoilt(client: Client) -> Tensors:
+    """Push tensors, have a bit of the client's copy go bad, and return them a step later."""
     tensors = model()
     client.push(tensors)
     held = client._history.snapshot.current
     assert held is not None
     held.tensors["layers.0.weight"].window(77, 78)[0] ^= 4
     step(tensors, 1)
+    return tensors
+
+
+def test_a_copy_that_went_bad_heals_itself(client: Client) -> None:
+    tensors = _pushed_and_spoilt(client)
     result = client.push(tensors)
     assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.REFUSED)
     step(tensors, 2)
@@ -268,12 +250,7 @@ def test_a_copy_that_went_bad_heals_itself(client: Client) -> None:
 
 
 def test_a_source_that_was_freed_is_not_read_again(client: Client) -> None:
-    tensors = model()
-    client.push(tensors)
-    held = client._history.snapshot.current
-    assert held is not None
-    held.tensors["layers.0.weight"].window(77, 78)[0] ^= 4
-    step(tensors, 1)
+    tensors = _pushed_and_spoilt(client)
     handle = client.push_async(tensors)
     with pytest.raises(InvalidError) as caught:
         handle.committed.result(20)
@@ -285,7 +262,7 @@ def test_a_source_that_was_freed_is_not_read_again(client: Client) -> None:
 def test_without_room_for_a_copy_every_push_is_full(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_budget, "available_bytes", lambda: 300 << 20)
+    monkeypatch.setattr(snapshot, "available_bytes", lambda: 300 << 20)
     tensors = model(count=1, elements=40 << 20)
     for _ in range(2):
         result = client.push(tensors)
@@ -409,9 +386,8 @@ def test_a_failed_delta_leaves_the_base(client: Client, servicer: Any, status_er
     assert result.content_digest == digest_of(tensors)
 
 
-def test_a_key_of_a_delta_that_failed_serves_a_push_in_full(
-    client: Client, servicer: Any, status_error: Any, retry: Any
-) -> None:
+def _break_off(client: Client, servicer: Any, status_error: Any) -> Tensors:
+    """Push version 1, then have a delta to version 2 fail whose key is step-1; return that."""
     tensors = model(elements=200_000)
     client.push(tensors)
     step(tensors, 1, 0.2)
@@ -425,6 +401,13 @@ def test_a_key_of_a_delta_that_failed_serves_a_push_in_full(
         client.push(tensors, idempotency_key="step-1", chunk_bytes=10_000)
     assert servicer.uploads["push-1"].progress()
     servicer.chunk = lambda _chunk: None
+    return tensors
+
+
+def test_a_key_of_a_delta_that_failed_serves_a_push_in_full(
+    client: Client, servicer: Any, status_error: Any, retry: Any
+) -> None:
+    tensors = _break_off(client, servicer, status_error)
     with Client(client._link.address, retry=retry) as restarted:
         result = restarted.push(tensors, idempotency_key="step-1")
         assert (result.kind, result.content_digest) == (PushKind.FULL, digest_of(tensors))
@@ -439,18 +422,7 @@ def test_a_key_of_a_delta_that_failed_serves_a_push_in_full(
 def test_a_key_of_a_delta_that_failed_serves_the_same_delta(
     client: Client, servicer: Any, status_error: Any
 ) -> None:
-    tensors = model(elements=200_000)
-    client.push(tensors)
-    step(tensors, 1, 0.2)
-
-    def away(chunk: Any) -> None:
-        if chunk.offset > 20_000:
-            raise status_error(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-
-    servicer.chunk = away
-    with pytest.raises(UnavailableError):
-        client.push(tensors, idempotency_key="step-1", chunk_bytes=10_000)
-    servicer.chunk = lambda _chunk: None
+    tensors = _break_off(client, servicer, status_error)
     result = client.push(tensors, idempotency_key="step-1")
     assert (result.kind, result.content_digest) == (PushKind.DELTA, digest_of(tensors))
 

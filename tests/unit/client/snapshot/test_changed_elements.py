@@ -9,21 +9,17 @@ import pytest
 import torch
 
 from tests.support.host_kernels import HostKernels
-from weightsync.gpu import device_kernels, spans
-from weightsync.gpu.device_digest import DeviceDigests
-from weightsync.gpu.device_kernels import KernelError, kernels_of
-from weightsync.gpu.finder import KernelFinder
-from weightsync.gpu.nvrtc import NvrtcError
-from weightsync.gpu.spans import fits
-from weightsync.gpu.torch_finder import TorchFinder
+from weightsync.gpu import device_kernels
+from weightsync.gpu.device_find import KernelFinder, TorchFinder
+from weightsync.gpu.device_kernels import DeviceDigests, KernelError, NvrtcError, fits, kernels_of
 from weightsync.model.digest import tensor_digest
 from weightsync_client import Client, InvalidError, PushKind
-from weightsync_client.push.warmup import Warmup
-from weightsync_client.snapshot import changed_elements, device_tensor, snapshot_store
-from weightsync_client.snapshot.changed_elements import find_changed
+from weightsync_client.push.push_history import Warmup
+from weightsync_client.snapshot import device_tensor, snapshot
+from weightsync_client.snapshot.device_tensor import find_changed
 
 if TYPE_CHECKING:
-    from weightsync.gpu.finder import Pair
+    from weightsync.gpu.device_find import Pair
 
 _DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -31,7 +27,7 @@ _DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have spans of 64 bytes."""
-    monkeypatch.setattr(spans, "SPAN", 64)
+    monkeypatch.setattr(device_kernels, "SPAN", 64)
 
 
 @pytest.fixture
@@ -73,8 +69,8 @@ def test_pieces_are_taken_together_up_to_a_bound(
     def not_there(*_: Any, **__: Any) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(changed_elements, "_PIECE", 1024)
-    monkeypatch.setattr(changed_elements, "_AT_ONCE", 600)
+    monkeypatch.setattr(device_tensor, "_PIECE", 1024)
+    monkeypatch.setattr(device_tensor, "_AT_ONCE", 600)
     if missing:
         monkeypatch.setattr(torch, "nonzero_static", not_there)
     taken: list[int] = []
@@ -191,7 +187,7 @@ def test_digests_are_given_to_many_threads_and_computed_once(ours: HostKernels) 
 def test_a_push_that_kernels_compare_is_that_of_pytorch(
     client: Client, servicer: Any, ours: HostKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_store, "roomy", lambda _tensors: (frozenset({None}), True))
+    monkeypatch.setattr(snapshot, "roomy", lambda _tensors: (frozenset({None}), True))
     tensors = {str(n): torch.randn(1000 + n).to(torch.bfloat16) for n in range(8)}
     tensors |= {"few": torch.randn(3), "wide": torch.randn(999), "none": torch.zeros(0)}
     client.push(tensors)
@@ -213,7 +209,7 @@ def test_a_push_that_kernels_compare_is_that_of_pytorch(
 def test_a_push_of_what_changes_meanwhile_says_so(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_store, "roomy", lambda _tensors: (frozenset({None}), True))
+    monkeypatch.setattr(snapshot, "roomy", lambda _tensors: (frozenset({None}), True))
     tensors = {"a": torch.zeros(5000, dtype=torch.int16)}
     client.push(tensors)
     tensors["a"][::50] = 1
@@ -237,7 +233,7 @@ def test_what_kernels_refuse_pytorch_does(
     def refuse(*_: Any) -> None:
         raise KernelError("cuLaunchKernel answered 2")
 
-    monkeypatch.setattr(snapshot_store, "roomy", lambda _tensors: (frozenset({None}), True))
+    monkeypatch.setattr(snapshot, "roomy", lambda _tensors: (frozenset({None}), True))
     tensors = {"a": torch.zeros(5000, dtype=torch.int16), "b": torch.zeros(5000)}
     client.push(tensors)
     queue = ours.queue

@@ -8,25 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.delta import Encoder, encode_shard, parse_shard
 from weightsync.errors import WeightSyncError
-from weightsync.gpu.torch_finder import TorchFinder
+from weightsync.gpu.device_find import TorchFinder
 from weightsync.model.digest import tensor_digest
 from weightsync_client import Client, ExhaustedError, Fallback, PushKind, Reason
-from weightsync_client.snapshot import (
-    changed_elements,
-    copy_budget,
-    device_tensor,
-    snapshot,
-    snapshot_store,
-)
+from weightsync_client.snapshot import device_tensor, snapshot
 from weightsync_client.snapshot import host_tensor as held_tensors
 from weightsync_client.snapshot.device_tensor import DeviceTensor
 from weightsync_client.snapshot.host_tensor import HostTensor
 from weightsync_client.snapshot.snapshot import Snapshot
+from weightsync_client.source import tensors as source_tensors
 from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
 
 _DIGEST = "0" * 32
@@ -44,7 +39,6 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@settings(deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     elements=st.integers(0, 2000),
@@ -158,7 +152,7 @@ def test_a_device_is_asked_twice_for_all_tensors(
     def not_there(*_: Any, **__: Any) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(changed_elements, "_PIECE", 1000)
+    monkeypatch.setattr(device_tensor, "_PIECE", 1000)
     if missing:
         monkeypatch.setattr(torch, "nonzero_static", not_there)
     waits: list[object] = []
@@ -169,7 +163,7 @@ def test_a_device_is_asked_twice_for_all_tensors(
         return stacked(counts)
 
     monkeypatch.setattr(torch, "stack", stack)
-    monkeypatch.setattr(changed_elements, "settle", waits.append)
+    monkeypatch.setattr(device_tensor, "settle", waits.append)
     dtypes = (torch.int32, torch.uint8, torch.int16, torch.int64, torch.uint8)
     old = [
         torch.randint(0, 9, (n,)).to(t) for n, t in zip((5000, 0, 7, 999, 31), dtypes, strict=True)
@@ -178,9 +172,9 @@ def test_a_device_is_asked_twice_for_all_tensors(
     new[0][1500:4321:7] += 1
     new[3][998] += 1
     new[4][:] += 1
-    found, _ = changed_elements.find_changed(None, list(zip(old, new, strict=True)))
+    found, _ = device_tensor.find_changed(None, list(zip(old, new, strict=True)))
     parts = [part for d in found for part in (d.index, d.before, d.after)]
-    told = changed_elements.on_host(parts)
+    told = device_tensor.on_host(parts)
     assert len(waits) == 2
     for number, (before, after) in enumerate(zip(old, new, strict=True)):
         index = torch.nonzero(before != after).reshape(-1)
@@ -192,8 +186,8 @@ def test_a_device_is_asked_twice_for_all_tensors(
 
 
 def test_a_large_tensor_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changed_elements, "_PIECE", 1000)
-    monkeypatch.setattr(device_tensor, "_BLOCK", 333)
+    monkeypatch.setattr(device_tensor, "_PIECE", 1000)
+    monkeypatch.setattr(source_tensors, "_DIGEST_BYTES", 333)
     old = torch.randn(7777).bfloat16()
     new = old.clone()
     new[::99] += 1
@@ -217,7 +211,7 @@ def test_a_tensor_that_has_left_the_device_is_compared_all_the_same() -> None:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the host for a device with room."""
-    monkeypatch.setattr(snapshot_store, "roomy", lambda _tensors: (frozenset({None}), True))
+    monkeypatch.setattr(snapshot, "roomy", lambda _tensors: (frozenset({None}), True))
 
 
 @pytest.mark.usefixtures("on_device")
@@ -295,7 +289,7 @@ def test_room_on_a_device(
     there = torch.device("xpu", 0)
     tensor = wrap("w", torch.zeros(1 << 20, dtype=torch.uint8))
     tensors = [tensor, type(tensor)("d", "U8", (1 << 20,), tensor.open, there, tensor.flat)]
-    assert copy_budget.roomy(tensors) == (frozenset({there} if fits else ()), True)
+    assert snapshot.roomy(tensors) == (frozenset({there} if fits else ()), True)
     # One that tells nothing of its memory is not used.
     monkeypatch.delattr(torch, "xpu")
-    assert copy_budget.roomy(tensors) == (frozenset(), True)
+    assert snapshot.roomy(tensors) == (frozenset(), True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync_client.snapshot.grouping import by_size
+from weightsync_client.snapshot.delta_shards import by_size
 from weightsync_client.source.tensors import Scratch, SourceTensor
 
 _MIB = 1 << 20

@@ -16,7 +16,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync_client import Client, ClientError, PushKind, Reason, Retry
 from weightsync_client.errors import AbortedError
-from weightsync_client.snapshot import copy_budget, snapshot_store
+from weightsync_client.snapshot import snapshot
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -97,7 +97,7 @@ class Trainer:
             assert tensor.digest == tensor_digest(data.tobytes())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(CHANGES), st.sampled_from(ENDS)), max_size=8))
 def test_the_copy_is_the_last_committed_version(turns: list[tuple[str, str]]) -> None:
     running = start(Servicer())
@@ -142,7 +142,7 @@ def test_where_two_copies_do_not_fit_the_old_one_goes_first(
 ) -> None:
     trainer.push("well")
     answers = [False, True]
-    monkeypatch.setattr(copy_budget, "room_for", lambda _size: answers.pop(0))
+    monkeypatch.setattr(snapshot, "room_for", lambda _size: answers.pop(0))
     trainer.change("shape")
     assert trainer.push("commit refused") is None
     assert trainer.client._history.snapshot.current is None
@@ -154,16 +154,16 @@ def test_where_two_copies_do_not_fit_the_old_one_goes_first(
 
 
 def test_room_is_judged_with_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_budget, "available_bytes", lambda: 9 << 30)
-    assert copy_budget.room_for(8 << 30)
-    assert not copy_budget.room_for((8 << 30) + 1)
-    monkeypatch.setattr(copy_budget, "available_bytes", lambda: 257 << 20)
-    assert copy_budget.room_for(1 << 20)
-    assert not copy_budget.room_for(2 << 20)
+    monkeypatch.setattr(snapshot, "available_bytes", lambda: 9 << 30)
+    assert snapshot.room_for(8 << 30)
+    assert not snapshot.room_for((8 << 30) + 1)
+    monkeypatch.setattr(snapshot, "available_bytes", lambda: 257 << 20)
+    assert snapshot.room_for(1 << 20)
+    assert not snapshot.room_for(2 << 20)
 
 
 def test_turns_are_given_up_by_those_who_fail() -> None:
-    held, stop = snapshot_store.SnapshotStore(), threading.Event()
+    held, stop = snapshot.SnapshotStore(), threading.Event()
     tickets = [held.line_up() for _ in range(3)]
     stop.set()
     with pytest.raises(AbortedError), held.turn(tickets[0], stop):

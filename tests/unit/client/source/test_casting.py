@@ -13,13 +13,12 @@ from safetensors.numpy import save_file
 
 from weightsync.errors import Reason
 from weightsync.model import layout
-from weightsync.model.boxes import Box
+from weightsync.model.tensor_slices import Box
 from weightsync_client import Declared, InvalidError
-from weightsync_client.rpc.engine_layout import EngineLayout, EngineTensor
+from weightsync_client.rpc.tensor_pages import EngineLayout, EngineTensor
 from weightsync_client.source.casting import Casting
 from weightsync_client.source.sharded_tensors import ShardedTensor, box_source
-from weightsync_client.source.source import Source, make_source
-from weightsync_client.source.source_writer import SourceWriter
+from weightsync_client.source.source import Source, SourceWriter, make_source
 from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
 
 

@@ -11,8 +11,8 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from weightsync.errors import Reason
 from weightsync_client import Client, InvalidError
-from weightsync_client.source.declared import Declaration, Declared
-from weightsync_client.source.layout_cache import LayoutCache
+from weightsync_client.source.shards import LayoutCache
+from weightsync_client.source.tensor_stream import Declaration, Declared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weightsync.model.boxes import problem_of
+from tests.support.models import untrained
+from weightsync.model.tensor_slices import problem_of
 from weightsync_client.errors import InvalidError
-from weightsync_client.source.flat_ranges import FlatRange, FlatRanges, boxes_of
 from weightsync_client.source.modules import module_tensors
-from weightsync_client.source.sharded_tensors import ShardedTensor
-from weightsync_client.source.source import make_source
-from weightsync_client.source.source_writer import SourceWriter
+from weightsync_client.source.sharded_tensors import FlatRange, FlatRanges, ShardedTensor, boxes_of
+from weightsync_client.source.source import SourceWriter, make_source
 
 RANKS = 3
 CPU = torch.device("cpu")
@@ -93,29 +91,16 @@ def test_a_part_of_a_tensor_is_found_and_one_in_another_order_refused() -> None:
             ranges.local_part("x", strange)
 
 
-def model_of(kind: str) -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    tied = {"tie_word_embeddings": kind == "tied"}
-    if kind == "experts":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        config = transformers.Qwen3MoeConfig(**sizes, **heads, **tied, **experts)
-    else:
-        config = transformers.Qwen2Config(**sizes, **heads, **tied)
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
 @pytest.mark.parametrize("original", [True, False])
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
 def test_fsdp1_parts_of_a_model_of_transformers_are_what_it_saves(
     kind: str, *, original: bool
 ) -> None:
-    expected = module_tensors(model_of(kind))
+    expected = module_tensors(untrained(kind))
     ranks = []
     for rank in range(RANKS):
         as_rank(rank)
-        model = model_of(kind)
+        model = untrained(kind)
         policy = ModuleWrapPolicy({type(model.model.layers[0])})
         wrapped = FullyShardedDataParallel(
             model, device_id=CPU, use_orig_params=original, auto_wrap_policy=policy
@@ -217,7 +202,7 @@ def test_what_zero3_has_elsewhere_is_refused(held: dict[str, Any], word: str) ->
 def test_adapters_on_flat_parameters_are_refused() -> None:
     peft = pytest.importorskip("peft")
     as_rank(0)
-    model = peft.get_peft_model(model_of("untied"), peft.LoraConfig(target_modules=["q_proj"]))
+    model = peft.get_peft_model(untrained("untied"), peft.LoraConfig(target_modules=["q_proj"]))
     wrapped = FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True)
     with pytest.raises(InvalidError, match="adapters on weights that FSDP1 or ZeRO-3 has parted"):
         make_source(wrapped, 1 << 20)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weightsync_client.errors import InvalidError
-from weightsync_client.source.layout_cache import LayoutCache
+from weightsync_client.source.shards import LayoutCache
 from weightsync_client.source.source import make_source
 from weightsync_client.source.tensors import Scratch
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
+from tests.support.models import untrained
 from weightsync_client import InvalidError
 from weightsync_client.source.modules import module_tensors
 from weightsync_client.source.source import make_source
@@ -109,16 +110,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
 def test_a_model_of_transformers_is_pushed_as_it_is_saved(kind: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    tied = {"tie_word_embeddings": kind == "tied"}
-    if kind == "experts":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        config = transformers.Qwen3MoeConfig(**sizes, **heads, **tied, **experts)
-    else:
-        config = transformers.Qwen2Config(**sizes, **heads, **tied)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = untrained(kind)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     found = module_tensors(_compiled(model))

@@ -17,14 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weightsync.model.boxes import Box, problem_of
 from weightsync.model.digest import tensor_digest
+from weightsync.model.tensor_slices import Box, problem_of
 from weightsync_client.errors import InvalidError
-from weightsync_client.source.box_shards import BoxShard
 from weightsync_client.source.modules import module_tensors
 from weightsync_client.source.sharded_tensors import ShardedTensor, box_source
-from weightsync_client.source.source import Source, make_source
-from weightsync_client.source.source_writer import SourceWriter, source_writer
+from weightsync_client.source.slice_shards import SliceShard
+from weightsync_client.source.source import Source, SourceWriter, make_source, source_writer
 from weightsync_client.source.tensors import Scratch
 
 RANKS = 4
@@ -141,7 +140,7 @@ def test_a_shard_is_the_boxes_that_are_sent() -> None:
     for writer in range(2):
         source = made(writer)
         (shard,) = source.shards
-        assert isinstance(shard, BoxShard)
+        assert isinstance(shard, SliceShard)
         assert source.layout is not None
         assert source.layout.shards == (shard.whole.entry,)
         names = [tensor.name for tensor in shard.whole.tensors]
@@ -220,7 +219,7 @@ def test_whole_tensors_of_several_are_replicas() -> None:
             together=True,
         )
         (shard,) = source.shards
-        assert isinstance(shard, BoxShard)
+        assert isinstance(shard, SliceShard)
         assert (len(shard.sent), len(shard.replicas)) == ((1, 0) if not number else (0, 1))
 
 

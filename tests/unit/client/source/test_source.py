@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.client.push.test_policy import Tensors, digest_of, model, step
+from tests.support.trained import Tensors, digest_of, model, step
 from weightsync_client import AsyncClient, Client, Fallback, InvalidError, PushKind, Streamed
-from weightsync_client.snapshot import grouping
-from weightsync_client.source import copy_memory
-from weightsync_client.source import flow as flow_module
-from weightsync_client.source.copy_memory import CopyMemory
+from weightsync_client.snapshot import delta_shards
+from weightsync_client.source import tensor_stream
+from weightsync_client.source import tensors as tensors_module
 from weightsync_client.source.source import make_source
-from weightsync_client.source.tensors import SourceTensor, wrap
+from weightsync_client.source.tensors import CopyMemory, SourceTensor, wrap
 
 Pairs = Iterator[tuple[str, Any]]
 
@@ -27,8 +26,8 @@ Pairs = Iterator[tuple[str, Any]]
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have several tensors make a shard of a delta."""
-    monkeypatch.setattr(grouping, "_GROUP_BYTES", 300_000)
-    monkeypatch.setattr(grouping, "_GROUPS", 8)
+    monkeypatch.setattr(delta_shards, "_GROUP_BYTES", 300_000)
+    monkeypatch.setattr(delta_shards, "_GROUPS", 8)
 
 
 def as_torch(tensors: Tensors) -> Pairs:
@@ -138,7 +137,7 @@ def test_no_more_is_copied_than_the_shards_on_their_way(
 def test_memory_of_copies_is_used_again_once_nobody_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copy_memory, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(tensors_module, "_MEMORY_BYTES", 100)
     memory = CopyMemory()
     first, second, third = memory.take(60), memory.take(40), memory.take(60)
     views = second.data[10:20]
@@ -237,7 +236,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     def on_gpu(name: str, value: object) -> SourceTensor:
         return replace(wrap(name, value), device=torch.device("xpu:1"))
 
-    monkeypatch.setattr(flow_module, "wrap", on_gpu)
+    monkeypatch.setattr(tensor_stream, "wrap", on_gpu)
     return gpu
 
 

@@ -17,7 +17,7 @@ from weightsync_client import Client, InvalidError, PulledTensor
 from weightsync_client.source.shards import cut, pieces, tensor_shard
 from weightsync_client.source.tensors import Scratch, settle, wrap
 from weightsync_client.transport import copying
-from weightsync_client.transport.digester import ShardDigester
+from weightsync_client.transport.messages import ShardDigester
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,

@@ -14,7 +14,7 @@ from torch.multiprocessing.spawn import spawn
 from weightsync.errors import Reason
 from weightsync_client import ClientError
 from weightsync_client.errors import refuse
-from weightsync_client.source.trainer_ranks import TrainerRanks, holds_parts
+from weightsync_client.source.flat_parameters import TrainerRanks, holds_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import threading
 from pathlib import Path
@@ -16,8 +17,12 @@ import pytest
 from weightsync.errors import Reason
 from weightsync_client import ClientError
 from weightsync_client.errors import refuse
-from weightsync_client.trainer.checkpoint_files import write_checkpoint
-from weightsync_client.trainer.checkpoint_marks import MARK, FolderOwner, mark_folder
+from weightsync_client.trainer.checkpoint_files import (
+    MARK,
+    FolderOwner,
+    mark_folder,
+    write_checkpoint,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -284,4 +289,25 @@ def test_the_remedy_is_that_of_the_error(
     with pytest.raises(ClientError, match=rf"cannot be written.*; ({remedy})") as caught:
         _write(str(source), tmp_path / "x")
     assert ("space" in caught.value.message.partition(";")[2]) is remedy.startswith("free")
+    assert _names(tmp_path) == {"source"}
+
+
+class _Large(_Client):
+    def pull(self, path: Path, version: int, *, on_progress: Callable[[int, int], None]) -> None:
+        super().pull(path, version, on_progress=on_progress)
+        (path / "large.safetensors").write_bytes(bytes(_LIMIT + 1))
+
+
+_LIMIT = 1 << 20
+
+
+def test_a_limit_on_files_is_told_in_bytes(source: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_LIMIT, before[1]))
+    try:
+        with pytest.raises(ClientError, match=f"may write {_LIMIT} bytes per file") as caught:
+            _write(str(source), tmp_path / "x", _Large())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.reason is Reason.DISK_EXHAUSTED
     assert _names(tmp_path) == {"source"}

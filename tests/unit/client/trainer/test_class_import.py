@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.adding_trainer import AddingTrainer
-from weightsync_client.trainer.class_import import import_class
+from weightsync_client.trainer.trainer_process import import_class
 
 
 def test_it_is_found_by_its_name() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import to_status
-from weightsync_client.trainer.failure import UserClassError, users_code
+from weightsync_client.trainer.job_runner import UserClassError, users_code
 
 
 def _raised(error: BaseException) -> UserClassError:

@@ -16,8 +16,7 @@ import pytest
 from weightsync.errors import Reason
 from weightsync_client import ClientError
 from weightsync_client.trainer import Progress
-from weightsync_client.trainer.failure import UserClassError
-from weightsync_client.trainer.job_runner import JobRunner, TrainOrder
+from weightsync_client.trainer.job_runner import JobRunner, TrainOrder, UserClassError
 
 
 class _Class:

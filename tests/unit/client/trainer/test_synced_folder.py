@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightsync_client.trainer.synced_folder import sync_folder
+from weightsync_client.trainer.checkpoint_files import sync_folder
 
 
 def test_every_file_and_every_folder_is_synced(

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.support.guard_pages import guarded, guarded_copy
 from weightsync.model.digest import tensor_digest
-from weightsync_client.transport.copying.native import NativeCopier
+from weightsync_client.transport.copying import NativeCopier
 
 
 def main() -> None:

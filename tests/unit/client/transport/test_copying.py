@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.delta import kernels
 from weightsync.delta.kernels import native
 from weightsync.model.digest import tensor_digest
-from weightsync_client.transport.copying import STEP, copier_of
-from weightsync_client.transport.copying.native import NativeCopier
-from weightsync_client.transport.copying.plain import PlainCopier
+from weightsync_client.transport.copying import STEP, NativeCopier, PlainCopier, copier_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from _pytest.mark import ParameterSet
 
-    from weightsync_client.transport.copying import Copier
+Copier = NativeCopier | PlainCopier
 
 _TEXT = np.random.default_rng(3).integers(0, 256, 300_000, np.uint8)
 _PAINT = 0xA5
@@ -63,7 +61,6 @@ def _run(program: str, *arguments: str, **variables: str) -> subprocess.Complete
 
 
 @_makers
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_copy_is_the_text_and_its_digest_xxhashs(
     make: Callable[[int], Copier], data: st.DataObject
@@ -145,8 +142,9 @@ def test_blocks_go_past_the_caches(level: str) -> None:
 def test_the_copier_is_that_of_the_kernels() -> None:
     program = """
 import sys
-from weightsync_client.transport import copying
+from weightsync_client.transport import messages, shm_writer
 before = "numpy" in sys.modules
+from weightsync_client.transport import copying
 print(before, *(type(copying.copier_of(size)).__name__ for size in (1 << 10, 1 << 20)))
 """
     for name in kernels.available():

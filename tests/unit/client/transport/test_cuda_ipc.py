@@ -11,8 +11,7 @@ import torch
 
 from weightsync.gpu.ipc import DeviceError, Place
 from weightsync.shm.incoming_version import HANDLE_BYTES
-from weightsync.shm.same_host_client import IpcPlacement
-from weightsync.shm.same_host_server import LendingServer, WriteLease
+from weightsync.shm.same_host import IpcPlacement, SameHostServer, WriteLease
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.source.shards import tensor_shard
 from weightsync_client.source.source import Source
@@ -288,7 +287,7 @@ def test_nothing_is_asked_where_the_trainer_shall_write() -> None:
     assert left == given.shards
 
 
-class StuckDesk:
+class StuckSession:
     """Copies for ever."""
 
     def __init__(self, asked: threading.Event) -> None:
@@ -322,10 +321,10 @@ class StuckDesk:
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[tuple[pb.SameHostOffer, threading.Event]]:
     asked = threading.Event()
-    desk = StuckDesk(asked)
-    server = LendingServer(tmp_path / "l.sock", lambda _: desk, 20)
+    session = StuckSession(asked)
+    server = SameHostServer(tmp_path / "l.sock", lambda _: session, 20)
     yield pb.SameHostOffer(socket=str(server.path), secret="s"), asked
-    desk.ended.set()
+    session.ended.set()
     server.close()
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.same_host_server import WriteLease
+from weightsync.shm.same_host import WriteLease
 from weightsync_client.source.shards import tensor_shard
-from weightsync_client.transport.lease_requests import LeaseRequests
+from weightsync_client.transport.shm_writer import LeaseRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ class Counter:
         self.gate.set()
         self.refused: str | None = None
 
-    def borrow(self, shard: int) -> WriteLease:
+    def take_lease(self, shard: int) -> WriteLease:
         return WriteLease(self._answer("lend", shard), huge=False)
 
     def written(self, shard: int, _digests: Sequence[bytes]) -> None:

@@ -11,7 +11,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.source.shards import tensor_shard
 from weightsync_client.source.tensors import Scratch, wrap
 from weightsync_client.transport import messages
-from weightsync_client.transport.digester import ShardDigester
+from weightsync_client.transport.messages import ShardDigester
 
 
 @given(

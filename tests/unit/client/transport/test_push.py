@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.numpy import load, save_file
 
+from tests.support.trained import digest_of
 from tests.unit.client.servicer import Servicer, start
 from weightsync.errors import WeightSyncError
-from weightsync.model.digest import content_digest, tensor_digest
 from weightsync_client import (
     AbortedError,
     Client,
@@ -38,13 +38,6 @@ def state(seed: int = 0, count: int = 8, elements: int = 100_000) -> dict[str, A
         f"layers.{i}.weight": torch.randn(elements, generator=generator).to(torch.bfloat16)
         for i in range(count)
     }
-
-
-def digest_of(tensors: dict[str, torch.Tensor]) -> str:
-    return content_digest(
-        (name, "BF16", tuple(t.shape), tensor_digest(t.view(torch.uint8).numpy().data))
-        for name, t in tensors.items()
-    )
 
 
 @pytest.mark.parametrize("who", ["another server", "no such service"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from weightsync_client.transport.turns import Turns
+from weightsync_client.transport.shard_queue import ShardTurns
 
 
 def shards(count: int, made: list[int], second: threading.Event | None = None) -> Iterator[Any]:
@@ -18,7 +18,7 @@ def shards(count: int, made: list[int], second: threading.Event | None = None) -
         yield SimpleNamespace(index=index)
 
 
-def reading(turns: Turns, stop: threading.Event) -> threading.Thread:
+def reading(turns: ShardTurns, stop: threading.Event) -> threading.Thread:
     thread = threading.Thread(target=turns.read, args=(stop,))
     thread.start()
     return thread
@@ -26,7 +26,7 @@ def reading(turns: Turns, stop: threading.Event) -> threading.Thread:
 
 def test_one_is_read_while_one_is_written() -> None:
     made: list[int] = []
-    turns = Turns(shards(5, made), lambda: None, 0.01)
+    turns = ShardTurns(shards(5, made), lambda: None, 0.01)
     thread = reading(turns, threading.Event())
     taken = []
     while (shard := turns.next()) is not None:
@@ -41,7 +41,7 @@ def test_one_is_read_while_one_is_written() -> None:
 
 def test_while_one_waits_there_are_signs_of_life() -> None:
     alive = threading.Event()
-    turns = Turns(shards(3, []), alive.set, 0.01)
+    turns = ShardTurns(shards(3, []), alive.set, 0.01)
     thread = reading(turns, threading.Event())
     first = turns.next()
     assert alive.wait(10)
@@ -53,7 +53,7 @@ def test_while_one_waits_there_are_signs_of_life() -> None:
 
 def test_what_was_read_and_not_taken_is_left_when_it_ends_early() -> None:
     stop, second = threading.Event(), threading.Event()
-    turns = Turns(shards(5, [], second), lambda: None, 60)
+    turns = ShardTurns(shards(5, [], second), lambda: None, 60)
     thread = reading(turns, stop)
     assert turns.next() is not None
     assert second.wait(10)

@@ -9,7 +9,7 @@ import pytest
 
 from weightsync.engine import ATTACH
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.attach.attachable import check_attachable
+from weightsync_server.attach.attachments import check_attachable
 from weightsync_server.engine.worker_reports import NoPlan
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.open_files import open_files, opened_since
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.attach_server import HandedOut
+from weightsync.shm.attach_socket import HandedOut
 from weightsync.shm.live_views import HANDLES
 from weightsync.v1 import attach_pb2 as pb
-from weightsync.wire.peer_server import PeerCredentials
+from weightsync.wire.socket_server import PeerCredentials
 from weightsync_server.attach import attachments
-from weightsync_server.attach.attach_metrics import AttachMetrics
-from weightsync_server.attach.attachments import MOST_OFFERS, Attachment, Attachments
+from weightsync_server.attach.attachments import (
+    MOST_OFFERS,
+    Attachment,
+    Attachments,
+    AttachSession,
+    OpenBlocks,
+)
 from weightsync_server.attach.in_place import InPlace
-from weightsync_server.attach.open_blocks import OpenBlocks
-from weightsync_server.engine.quarantine import QuarantinedLeases
+from weightsync_server.engine.live_check import QuarantinedLeases
 from weightsync_server.engine.worker_reports import RankState, read_report, read_state
 from weightsync_server.ops.metrics import Metrics
 
@@ -44,6 +50,12 @@ class _Checks:
 
     def owe(self, live: object) -> None:
         self.owed.append(live)
+
+    def break_off(self, why: str, writer: object) -> None:
+        """Nobody writes in a block here."""
+
+    def writing(self, *_: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def _made() -> tuple[Attachment, Any, Any, int]:
@@ -123,9 +135,7 @@ async def test_what_nobody_fetches_is_closed() -> None:
 @pytest.fixture
 async def those(tmp_path: Path) -> Attachments:
     made: Any = Attachments
-    result: Attachments = made(
-        SimpleNamespace(), None, tmp_path / "a.sock", AttachMetrics(Metrics("m")), OpenBlocks()
-    )
+    result: Attachments = made(SimpleNamespace(), tmp_path / "a.sock", Metrics("m"))
     return result
 
 
@@ -140,10 +150,8 @@ async def test_of_several_engines_one_must_be_named(tmp_path: Path) -> None:
     made: Any = Attachments
     those = made(
         SimpleNamespace(named=lambda _: engines),
-        None,
         tmp_path / "a.sock",
-        AttachMetrics(Metrics("m")),
-        OpenBlocks(),
+        Metrics("m"),
     )
     with pytest.raises(WeightSyncError, match="name one of a, b"):
         await those.offer(pb.AttachRequest(), "unix:")
@@ -261,9 +269,9 @@ class _Host:
         supervisor = SimpleNamespace(exclusive=self._exclusive, checks=_Checks())
         applier = SimpleNamespace(name="e", supervisor=supervisor)
         engines: Any = SimpleNamespace(named=lambda _: [applier])
-        metrics, socket = AttachMetrics(Metrics("m")), path / "a.sock"
+        metrics, socket = Metrics("m"), path / "a.sock"
         made: Any = Attachments
-        self.all: Attachments = made(engines, None, socket, metrics, OpenBlocks())
+        self.all: Attachments = made(engines, socket, metrics)
         monkeypatch.setattr(attachments, "live_version", lambda _: "live")
         monkeypatch.setattr(attachments, "check_attachable", lambda _: None)
         monkeypatch.setattr(attachments, "hand_out", self._hand_out)
@@ -315,7 +323,7 @@ class _Host:
 
     async def _remember(self, *args: Any, always: bool) -> None:
         del always
-        _, _, _, pid, _, job = args
+        _, _, pid, _, job = args
         await self.remembering.wait()
         if self.lost:
             raise WeightSyncError(Reason.ENGINE_AWAY, "the answer was lost")
@@ -402,8 +410,9 @@ async def test_a_transaction_in_memory_of_before_says_nothing_of_the_engine_that
     attachment.engine_id = "before"
     made: Any = InPlace
     applier = host.all.engine("e")
-    parts = SimpleNamespace(), SimpleNamespace(fleet=""), OpenBlocks(), SimpleNamespace()
-    transaction = made(applier, *parts, None, attachment, None)
+    parts = SimpleNamespace(fleet=""), OpenBlocks(), SimpleNamespace()
+    line = SimpleNamespace(break_off=print)
+    transaction = made(applier, *parts, line, attachment, None)
     with pytest.raises(WeightSyncError, match="attach again, for the engine was started") as caught:
         await transaction.run()
     assert caught.value.reason is Reason.ENGINE_AWAY
@@ -419,14 +428,15 @@ async def test_what_anybody_could_write_before_a_block_is_compared(
     violated: list[str] = []
     limits = SimpleNamespace(commit_timeout_s=1.0)
     shared = SimpleNamespace(metrics=SimpleNamespace(violate=violated.append), limits=limits)
-    parts = SimpleNamespace(), shared, OpenBlocks(), None
+    parts = shared, OpenBlocks(), None
     transaction = made(host.all.engine("e"), *parts, None, None, None)
     differs = {"ticket": "t", "phase": "ready", "proved": False, "mismatched": ["b"]}
 
     async def states() -> list[RankState]:
         return [read_state("0/0/0", {"ok": True, "content_digest": "d", "dirty": False} | says)]
 
-    async def verify(*_: object) -> list[Any]:
+    async def verify(*_: object, quick: bool) -> list[Any]:
+        assert quick
         return [read_report("0/0/0", "t", differs)]
 
     session: Any = SimpleNamespace(states=states, ranks=SimpleNamespace(verify=verify))
@@ -449,6 +459,90 @@ async def test_where_a_rank_does_not_answer_nothing_is_handed_out(host: _Host) -
 async def test_ranks_that_know_no_job_keep_out_nobody(host: _Host) -> None:
     host.guarded = (7,)
     assert (await host.attach("b", 8)).pid == 8
+
+
+def _in_memory(count: int) -> HandedOut:
+    files = [("memory", 0, os.memfd_create("attached")) for _ in range(count)]
+    return HandedOut(1, "c", [files])
+
+
+async def test_a_block_is_for_who_has_this_start_of_this_engine() -> None:
+    """The ranks of another one have never heard of it."""
+
+    def attachment(engine: str, start: str, job: str = "j") -> Attachment:
+        made: Any = Attachment
+        one: Attachment = made(engine, None, _Checks(), HandedOut(1, "c", []), job)
+        one.engine_id = start
+        return one
+
+    blocks = OpenBlocks()
+    blocks.keep("t", attachment("e", "now"), _in_memory(1))
+    with pytest.raises(WeightSyncError, match="transaction t is not open"):
+        blocks.take("t", attachment("e", "now"))
+    blocks.open("t")
+    for engine, start in (("another", "now"), ("e", "before")):
+        with pytest.raises(WeightSyncError, match="attach to engine e anew") as caught:
+            blocks.take("t", attachment(engine, start))
+        assert caught.value.reason is Reason.ENGINE_REFUSED
+    with pytest.raises(WeightSyncError, match="which one job at a time may do"):
+        blocks.take("t", attachment("e", "now", "another"))
+    blocks.take("t", attachment("e", "now")).close()
+    blocks.close("t")
+    with pytest.raises(WeightSyncError, match="transaction t is not open"):
+        blocks.take("t", attachment("e", "now"))
+
+
+async def test_what_is_handed_out_in_part_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ranks would take the server itself for one that can still write."""
+    given = _in_memory(3)
+
+    @contextlib.asynccontextmanager
+    async def offered(*_: object) -> AsyncIterator[Any]:
+        yield given.ranks
+
+    monkeypatch.setattr(attachments, "offered_by_each", offered)
+    monkeypatch.setattr(os, "dup", _short(os.dup, 2))
+    context = SimpleNamespace(segments=None)
+    session: Any = SimpleNamespace(info=SimpleNamespace(ranks=("0",)), context=context)
+    live: Any = SimpleNamespace(record=SimpleNamespace(version=1), digest="c")
+    before = open_files()
+    with pytest.raises(OSError, match="Too many open files"):
+        await attachments.hand_out(session, live, "write")
+    assert opened_since(before) == []
+    given.close()
+
+
+def _short(call: Callable[[int], int], left: int) -> Callable[[int], int]:
+    """Return a call that finds no descriptor left after so many."""
+    each = iter(range(left))
+
+    def short(fd: int) -> int:
+        if next(each, None) is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return call(fd)
+
+    return short
+
+
+async def test_a_server_that_is_short_of_descriptors_says_so(
+    those: Attachments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on with who is attached."""
+    attachment, _, _, fd = _made()
+    those.blocks.keep("t", attachment, _in_memory(1))
+    those.blocks.open("t")
+    session = AttachSession(those, asyncio.get_running_loop(), _PEER)
+    session._attachment = attachment
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", _short(os.dup, 0))
+        with pytest.raises(WeightSyncError, match="raise the limit on open files") as caught:
+            await asyncio.to_thread(session.write, "t")
+    assert caught.value.reason is Reason.DISK_EXHAUSTED
+    (await asyncio.to_thread(session.write, "t")).close()
+    those.blocks.close("t")
+    os.close(fd)
 
 
 async def test_a_secret_that_was_never_given_opens_nothing(those: Attachments) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.attach.replicas import check_agreed
+from weightsync_server.attach.in_place import check_agreed
 from weightsync_server.engine.worker_reports import RankCommit, read_commit
 
 _NAME = "in place 1"

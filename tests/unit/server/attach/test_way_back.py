@@ -10,9 +10,8 @@ import pytest
 
 from tests.unit.server.world import begin, simple, world
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.attach.attachments import OpenBlocks
 from weightsync_server.attach.in_place import InPlace, InPlaceOrder
-from weightsync_server.attach.in_place_versions import InPlaceVersions
-from weightsync_server.attach.open_blocks import OpenBlocks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -60,24 +59,24 @@ async def test_a_way_back_that_fails_ends_no_push_of_another(
     tmp_path: Path, *, pushed: bool
 ) -> None:
     async with world(tmp_path) as here:
-        versions = InPlaceVersions(here.pushes.give_up, here.model.collector, here.model.serving)
         site = _Site()
         made: Any = InPlace
         spec: Any = None
 
         transaction = made(
             SimpleNamespace(supervisor=site, name="e"),
-            SimpleNamespace(),
-            SimpleNamespace(),
+            SimpleNamespace(model=here.model),
             OpenBlocks(),
             InPlaceOrder(1, spec, 1.0),
-            None,
+            SimpleNamespace(note_pushed=int),
             SimpleNamespace(guarded=False),
-            versions,
+            here.pushes.give_up,
         )
-        record: VersionRecord = await here.model.table.add_in_place(transaction.id)
+        record: VersionRecord = await here.model.table.add_in_place(transaction._push)
         if pushed:
-            await here.push(simple(1), version=record.version, idempotency_key=transaction.id)
+            transaction._push.decide()
+            key = transaction._push.key
+            await here.push(simple(1), version=record.version, idempotency_key=key)
         theirs = await here.pushes.begin(begin(version=record.version + 1), None)
         base = SimpleNamespace(record=SimpleNamespace(version=0))
         error = WeightSyncError(Reason.DATA_CORRUPT, "a rank holds something else")

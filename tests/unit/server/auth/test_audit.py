@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,29 +11,35 @@ import pytest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import attach_pb2, train_pb2
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.auth import CALLER, RULES, Caller, Role
+from weightsync_server.auth import RULES, Caller, Role
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.caller import RejectedCall
 from weightsync_server.auth.principals import Principal
 from weightsync_server.ops.metrics import Metrics
 
 PATH = "/weightsync.v1.WeightSync/DeleteVersion"
+STATUS = "/weightsync.v1.WeightSync/GetStatus"
+JOIN = "/weightsync.node.v1.NodeService/Join"
+#: What a door hands on that has asked for nobody's authority.
+NOBODY: Any = None
 
 
 class _Servicer:
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self.deleted: list[int] = []
+        calls = {PATH: self._delete, JOIN: self._join, STATUS: self._status}
+        self.calls = Audit("default", metrics).witnessed(calls)
 
-    async def DeleteVersion(self, request: Any, context: Any) -> Any:  # noqa: N802 - an RPC
+    async def _delete(self, _: Caller, request: Any) -> Any:
         self.deleted.append(request.version)
         return pb.DeleteVersionResponse()
 
-    async def Join(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - an RPC
+    async def _join(self, _: Caller, requests: Any) -> AsyncIterator[Any]:
         for request in requests:
             self.deleted.append(request)
             yield request
 
-    async def GetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802 - an RPC
+    async def _status(self, _: Caller, request: Any) -> Any:
         return pb.GetStatusResponse()
 
 
@@ -44,16 +50,7 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def servicer(metrics: Metrics) -> _Servicer:
-    servicer = _Servicer()
-    Audit("default", metrics).witness(servicer)
-    return servicer
-
-
-@pytest.fixture(autouse=True)
-def nobody() -> Iterator[None]:
-    token = CALLER.set(None)
-    yield
-    CALLER.reset(token)
+    return _Servicer(metrics)
 
 
 def _caller(role: Role, path: str) -> Caller:
@@ -62,11 +59,11 @@ def _caller(role: Role, path: str) -> Caller:
 
 async def test_without_a_caller_nothing_changes(servicer: _Servicer, metrics: Metrics) -> None:
     with pytest.raises(WeightSyncError) as caught:
-        await servicer.DeleteVersion(pb.DeleteVersionRequest(version=3), None)
+        await servicer.calls[PATH](NOBODY, pb.DeleteVersionRequest(version=3))
     assert caught.value.reason is Reason.PERMISSION_DENIED
     assert servicer.deleted == []
     assert metrics.violations()["authority"] == 1
-    await servicer.GetStatus(None, None)
+    await servicer.calls[STATUS](NOBODY, None)
 
 
 @pytest.mark.parametrize(
@@ -77,16 +74,14 @@ async def test_without_a_caller_nothing_changes(servicer: _Servicer, metrics: Me
 async def test_a_caller_admitted_to_something_else_changes_nothing(
     servicer: _Servicer, metrics: Metrics, caller: Caller
 ) -> None:
-    CALLER.set(caller)
     with pytest.raises(WeightSyncError):
-        await servicer.DeleteVersion(pb.DeleteVersionRequest(version=3), None)
+        await servicer.calls[PATH](caller, pb.DeleteVersionRequest(version=3))
     assert servicer.deleted == []
     assert metrics.violations()["authority"] == 1
 
 
 async def test_with_one_it_does_its_work(servicer: _Servicer, metrics: Metrics) -> None:
-    CALLER.set(_caller(Role.ADMIN, PATH))
-    await servicer.DeleteVersion(pb.DeleteVersionRequest(version=3), None)
+    await servicer.calls[PATH](_caller(Role.ADMIN, PATH), pb.DeleteVersionRequest(version=3))
     assert servicer.deleted == [3]
     assert metrics.violations()["authority"] == 0
 
@@ -95,11 +90,10 @@ async def test_a_stream_of_answers_is_witnessed_as_well(
     servicer: _Servicer, metrics: Metrics
 ) -> None:
     with pytest.raises(WeightSyncError):
-        await anext(servicer.Join([1], None))
+        await anext(servicer.calls[JOIN](NOBODY, [1]))
     assert (servicer.deleted, metrics.violations()["authority"]) == ([], 1)
-    caller = _caller(Role.MEMBER, "/weightsync.node.v1.NodeService/Join")
-    CALLER.set(caller)
-    assert [answer async for answer in servicer.Join([1, 2], None)] == [1, 2]
+    caller = _caller(Role.MEMBER, JOIN)
+    assert [answer async for answer in servicer.calls[JOIN](caller, [1, 2])] == [1, 2]
     assert (caller.worked, caller.response) == (True, 2)
 
 

@@ -12,21 +12,20 @@ import pytest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
-from weightsync_server.auth import Endpoint, Role
+from weightsync_server.auth import Caller, Endpoint, Role
+from weightsync_server.auth.admission import Admission
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.auth_interceptor import AuthorityInterceptor
-from weightsync_server.auth.authenticator import Authenticator
 from weightsync_server.ops.metrics import Metrics
-from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
+from weightsync_server.rpc import add_calls
+from weightsync_server.rpc.status_interceptor import GuardInterceptor
+from weightsync_server.usecases.guard import CallGuard, RpcMetrics
 
 
-class _Servicer(weightsync_pb2_grpc.WeightSyncServicer):
-    async def DeleteVersion(  # noqa: N802 - an RPC
-        self, request: pb.DeleteVersionRequest, context: Any
-    ) -> pb.DeleteVersionResponse:
-        if request.version == 9:
-            raise WeightSyncError(Reason.VERSION_UNKNOWN, "no version 9")
-        return pb.DeleteVersionResponse()
+async def _delete(_: Caller, request: pb.DeleteVersionRequest) -> pb.DeleteVersionResponse:
+    if request.version == 9:
+        raise WeightSyncError(Reason.VERSION_UNKNOWN, "no version 9")
+    return pb.DeleteVersionResponse()
 
 
 class _Full(grpc.aio.ServerInterceptor):
@@ -51,18 +50,38 @@ async def stub(
     request: pytest.FixtureRequest, metrics: Metrics
 ) -> AsyncIterator[weightsync_pb2_grpc.WeightSyncAsyncStub]:
     audit = Audit("default", metrics)
-    servicer = _Servicer()  # type: ignore[abstract]  # one method is enough
-    audit.witness(servicer)
-    gate = Authenticator(Endpoint("unix:x", Role.ADMIN), None)
-    guard = GuardInterceptor(RpcMetrics(metrics.registry), lambda: None)
-    chain = [AuthorityInterceptor(gate, "default", audit), guard, *request.param]
-    server = grpc.aio.server(interceptors=chain)
-    weightsync_pb2_grpc.add_WeightSyncServicer_to_server(servicer, server)
+    calls = audit.witnessed({"/weightsync.v1.WeightSync/DeleteVersion": _delete})
+    admission = Admission(Endpoint("unix:x", Role.ADMIN), None, "default", audit)
+    guard = GuardInterceptor(CallGuard(RpcMetrics(metrics.registry), lambda: None))
+    server = grpc.aio.server(interceptors=[AuthorityInterceptor(admission), guard, *request.param])
+    add_calls(calls, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield weightsync_pb2_grpc.WeightSyncStub(channel)
     await server.stop(0)
+
+
+async def test_a_caller_with_another_role_has_nothing_done(metrics: Metrics) -> None:
+    done: list[int] = []
+
+    async def delete(_: Caller, request: pb.DeleteVersionRequest) -> pb.DeleteVersionResponse:
+        done.append(request.version)
+        return pb.DeleteVersionResponse()
+
+    audit = Audit("default", metrics)
+    admission = Admission(Endpoint("unix:x", Role.READ), None, "default", audit)
+    server = grpc.aio.server(interceptors=[AuthorityInterceptor(admission)])
+    # Not witnessed: it is this interceptor alone that refuses.
+    add_calls({"/weightsync.v1.WeightSync/DeleteVersion": delete}, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = weightsync_pb2_grpc.WeightSyncStub(channel)
+        call = stub.DeleteVersion(pb.DeleteVersionRequest(model="default", version=3))
+        assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+    await server.stop(0)
+    assert not done
 
 
 def _counts(metrics: Metrics) -> tuple[float | None, float | None]:

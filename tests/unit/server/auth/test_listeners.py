@@ -10,18 +10,18 @@ from grpc_health.v1 import health, health_pb2_grpc
 from weightsync_server.auth import listeners
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.listeners import Listeners
+from weightsync_server.auth.roles import ListenerSettings
 from weightsync_server.ops.metrics import Metrics
-from weightsync_server.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 async def test_no_call_waits_for_a_registered_method(tmp_path: Path) -> None:
-    # One that waits costs the process when gRPC's accept loop ends; see `wire.named_methods`.
+    # One that waits costs the process when gRPC's accept loop ends; see `wire.grpc_channels`.
     listen = [f"unix:{tmp_path}/a.sock", f"unix:{tmp_path}/b.sock?role=read"]
     values: dict[str, Any] = {"listen": listen}
-    doors = Listeners(Settings(**values).listener_options)
+    doors = Listeners("default", ListenerSettings(**values))
     servicer = health.aio.HealthServicer()
     doors.bind(
         Audit("default", Metrics("default")),
@@ -50,7 +50,7 @@ async def test_a_call_that_grpc_does_not_end_is_not_waited_for(
             await asyncio.Event().wait()
 
     values: dict[str, Any] = {"listen": [f"unix:{tmp_path}/a.sock"]}
-    doors = Listeners(Settings(**values).listener_options)
+    doors = Listeners("default", ListenerSettings(**values))
     doors._servers.append(StuckServer())  # type: ignore[arg-type]  # what is asked of it
     with caplog.at_level(logging.WARNING):
         await asyncio.wait_for(doors.close(0.1), 20)

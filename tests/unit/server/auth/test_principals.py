@@ -12,9 +12,16 @@ from tests.support.clocks import Clocks
 from tests.support.secured import authority_text
 from weightsync.errors import WeightSyncError
 from weightsync_server.auth import Role
-from weightsync_server.auth.authority_file import AuthorityFile, parse_authority
-from weightsync_server.auth.principals import Principal, Principals, Token, new_token, token_hash
-from weightsync_server.auth.secret_files import read_private
+from weightsync_server.auth.principals import (
+    AuthorityFile,
+    Principal,
+    Principals,
+    Token,
+    new_token,
+    parse_authority,
+    token_hash,
+)
+from weightsync_server.auth.tls import read_private
 
 ENTRY = {"name": "a", "roles": ["read", "push"], "models": ["m"]}
 

@@ -14,8 +14,8 @@ import pytest
 from tests.unit.server.world import World, begin, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.catalog.retention import Retention
-from weightsync_server.catalog.serving import ServingHistory
+from weightsync_server.catalog.garbage_collector import Retention
+from weightsync_server.catalog.version_events import SlotWanted, VersionChanged
 from weightsync_server.ops import durable_files
 
 if TYPE_CHECKING:
@@ -214,16 +214,27 @@ async def test_retention_by_bytes(tmp_path: Path) -> None:
         assert numbers(here) == [7, 6, 5, 4]
 
 
-def test_history() -> None:
-    history = ServingHistory()
+async def test_history(here: World) -> None:
+    await pushed(here, 3)
+    serving, engine = here.model.serving, here.model.serving.engine("engine")
+
+    async def ways_back() -> list[int]:
+        """Return where a rollback goes, each way back being rejected in turn until none is left."""
+        found = [engine.rollback_to]
+        while found[-1]:
+            await serving.reject(found[-1], "bad")
+            found.append(engine.rollback_to)
+        for version in found[:-1]:
+            await serving.accept(version)
+        return found
+
     for version in (1, 2, 3):
-        history.add(version)
-    assert history.before(3, lambda _: True) == 2
-    assert history.before(3, lambda version: version != 2) == 1
-    assert history.before(3, lambda _: False) == 0
-    history.add(2)
-    assert list(history) == [1, 2]
-    assert history.before(2, lambda _: True) == 1
+        engine.set_live(version)
+    assert await ways_back() == [2, 1, 0]
+    engine.set_live(2)
+    assert await ways_back() == [1, 0]
+    engine.set_live(0)
+    assert await ways_back() == [2, 1, 0]
 
 
 async def test_live_rollback_and_back_again(here: World) -> None:
@@ -304,7 +315,7 @@ async def test_nobody_is_told_again_of_a_version_that_went_before_it_got_a_slot(
     async with world(tmp_path, slots=1) as here:
         await pushed(here, 2)
         lease, waits = await here.model.stager.stage(2, 5), asyncio.Event()
-        here.model.slots.on_wait = waits.set
+        here.model.events.on(SlotWanted, lambda _: waits.set())
         # Its read goes on when the one who asked for it has left.
         staging = asyncio.create_task(here.model.stager.stage(1, 30))
         await waits.wait()
@@ -380,3 +391,18 @@ async def test_nobody_gets_the_number_of_a_version_while_it_is_deleted(
     finally:
         go.set()
     await deleting
+
+
+async def test_that_the_engines_which_are_left_serve_one_version_is_heard_of(here: World) -> None:
+    model = here.model
+    await pushed(here, 2)
+    model.serving.engine("e1").set_live(2)
+    model.serving.engine("e2").set_live(1)
+    heard: list[int] = []
+    model.events.on(VersionChanged, lambda _: heard.append(model.serving.live))
+    model.serving.forget("e2")
+    assert heard[-1] == model.serving.live == 2
+    model.serving.engine("e3").set_live(2)
+    heard.clear()
+    model.serving.forget("e3")
+    assert heard == [2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync_server.deltas.build_plan import BuildStart, ChainLink, Plan, plan
+from weightsync_server.deltas.materializer import BuildStart, ChainLink, Plan, plan
 
 SIZE = 10_000_000
 

@@ -22,8 +22,9 @@ from tests.unit.server.deltas.pushing import (
 from tests.unit.server.world import Threads, World, world
 from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.catalog.retention import Retention
-from weightsync_server.deltas import ChainLimits
+from weightsync_server.catalog.garbage_collector import Retention
+from weightsync_server.catalog.version_events import ChainFolded
+from weightsync_server.deltas import ChainSettings
 from weightsync_server.ops import durable_files
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weightsync.shm.segments import Segment
-    from weightsync_server.catalog.retention import Surplus
+    from weightsync_server.catalog.garbage_collector import Surplus
 
 
 def lengths(here: World) -> dict[int, int]:
@@ -55,10 +56,10 @@ async def check(here: World, contents: dict[int, Version]) -> None:
 
 async def test_a_chain_that_is_too_long_is_folded(tmp_path: Path) -> None:
     contents = history(7)
-    chains = ChainLimits(length=3, share=100)
+    chains = ChainSettings(length=3, share=100)
     folds: list[int] = []
     async with world(tmp_path, chains=chains, retention=Retention(20)) as here:
-        here.model.compactor.on_fold = lambda: folds.append(here.model.table.newest)
+        here.model.events.on(ChainFolded, lambda _: folds.append(here.model.table.newest))
         for at, each in enumerate(contents):
             if at:
                 await push_delta(here, contents[at - 1], each, at + 1)
@@ -84,7 +85,7 @@ async def test_a_chain_that_is_too_long_is_folded(tmp_path: Path) -> None:
 
 async def test_a_chain_that_weighs_too_much_is_folded(tmp_path: Path) -> None:
     contents = history(2)
-    async with world(tmp_path, chains=ChainLimits(share=1e-6)) as here:
+    async with world(tmp_path, chains=ChainSettings(share=1e-6)) as here:
         await push_chain(here, contents[:2])
         await settled(here)
         assert lengths(here) == {1: 0, 2: 0}
@@ -94,7 +95,7 @@ async def test_a_chain_that_weighs_too_much_is_folded(tmp_path: Path) -> None:
 async def test_chains_do_not_make_the_store_grow(tmp_path: Path, keep: int) -> None:
     contents = history(14)
     most = 0
-    async with world(tmp_path, retention=Retention(keep), chains=ChainLimits(share=100)) as here:
+    async with world(tmp_path, retention=Retention(keep), chains=ChainSettings(share=100)) as here:
         await here.push(contents[0], 1)
         for at in range(1, len(contents)):
             await push_delta(here, contents[at - 1], contents[at], at + 1)
@@ -127,7 +128,7 @@ class Gated(Threads):
 @contextlib.asynccontextmanager
 async def gated(folder: Path, slots: int = 2) -> AsyncIterator[tuple[World, Gated]]:
     """A world in which the third delta in a row is folded, once its fetchers may write."""
-    fetchers, chains = Gated(), ChainLimits(length=2, share=100)
+    fetchers, chains = Gated(), ChainSettings(length=2, share=100)
     async with world(folder, fetchers=fetchers, chains=chains, slots=slots) as here:
         yield here, fetchers
 
@@ -185,10 +186,10 @@ async def test_a_fold_gives_its_slot_to_a_push_that_waits(tmp_path: Path) -> Non
 
 async def test_twice_as_long_a_chain_is_not_acknowledged(tmp_path: Path) -> None:
     contents = history(6)
-    chains = ChainLimits(length=2, share=100)
+    chains = ChainSettings(length=2, share=100)
     async with world(tmp_path, chains=chains, retention=Retention(20)) as here:
         # No fold comes to its end.
-        here.model.collector.on_surplus = lambda *_: None
+        here.model.compactor.consider = lambda *_: None  # type: ignore[method-assign]  # for this test
         await push_chain(here, contents)
         assert lengths(here) == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 0, 7: 1}
         assert not list((tmp_path / "store" / "m" / "v6").glob("delta*"))
@@ -200,7 +201,7 @@ async def test_twice_as_long_a_chain_is_not_acknowledged(tmp_path: Path) -> None
 async def test_damage_in_memory_is_not_folded_into_the_store(tmp_path: Path) -> None:
     contents = history(2)
     fetchers = Gated()
-    async with world(tmp_path, fetchers=fetchers, chains=ChainLimits(1, 100)) as here:
+    async with world(tmp_path, fetchers=fetchers, chains=ChainSettings(1, 100)) as here:
         await push_chain(here, contents)
         await fetchers.waiting.wait()
         view = here.model.table.get(3).place.segments[2].view
@@ -270,7 +271,7 @@ async def test_a_fold_that_fails_at_any_step_loses_nothing(tmp_path: Path) -> No
 async def test_deleting_races_with_reading(tmp_path: Path) -> None:
     contents = history(8)
     retention = Retention(2)
-    async with world(tmp_path, retention=retention, chains=ChainLimits(2, 100), slots=3) as here:
+    async with world(tmp_path, retention=retention, chains=ChainSettings(2, 100), slots=3) as here:
         await here.push(contents[0], 1)
         known = {1: contents[0]}
 
@@ -302,7 +303,7 @@ async def test_deleting_races_with_reading(tmp_path: Path) -> None:
 
 async def test_a_fold_that_stands_back_at_once_lets_go(tmp_path: Path) -> None:
     contents = history(1)
-    async with world(tmp_path, chains=ChainLimits(share=1e-6)) as here:
+    async with world(tmp_path, chains=ChainSettings(share=1e-6)) as here:
         # Somebody waits for a slot before the fold has done its first step.
         consider = here.model.compactor.consider
 
@@ -310,19 +311,19 @@ async def test_a_fold_that_stands_back_at_once_lets_go(tmp_path: Path) -> None:
             consider(surplus, most_carried)
             here.model.compactor.stand_back()
 
-        here.model.collector.on_surplus = and_back
+        here.model.compactor.consider = and_back  # type: ignore[method-assign]  # for this test
         await push_chain(here, contents)
         await settled(here)
         assert lengths(here) == {1: 0, 2: 1}
         assert here.model.table.get(2).place.leases == 0
-        here.model.collector.on_surplus = consider
+        here.model.compactor.consider = consider  # type: ignore[method-assign]  # as it was
         here.model.collector.collect()
         await until(lambda: here.model.table.get(2).base is None)
 
 
 async def test_no_fold_begins_at_the_end(tmp_path: Path) -> None:
     contents = history(1)
-    async with world(tmp_path, chains=ChainLimits(share=1e-6)) as here:
+    async with world(tmp_path, chains=ChainSettings(share=1e-6)) as here:
         await here.model.compactor.close()
         await push_chain(here, contents)
         await settled(here)

@@ -14,8 +14,8 @@ from tests.support.deltas import stepped
 from tests.unit.server.deltas.pushing import push_delta
 from tests.unit.server.world import make_shard, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.catalog.retention import Retention
-from weightsync_server.deltas import ChainLimits
+from weightsync_server.catalog.garbage_collector import Retention
+from weightsync_server.deltas import ChainSettings
 
 if TYPE_CHECKING:
     from tests.unit.server.deltas.pushing import Version
@@ -108,7 +108,7 @@ class _History:
 
 
 @given(STEPS, st.sampled_from(["", "memory://"]), st.integers(2, 3))
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 def test_every_version_stays_what_it_was(
     steps: list[tuple[str, int]], store: str, slots: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_every_version_stays_what_it_was(
             "store": store,
             "slots": slots,
             "retention": Retention(3),
-            "chains": ChainLimits(3, 100),
+            "chains": ChainSettings(3, 100),
         }
         lives: list[list[tuple[str, int]]] = [[]]
         for step in steps:

@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.support.deltas import as_shard, delta_begin, delta_of, every_dtype, layout_of, stepped
+from tests.support.deltas import (
+    as_shard,
+    delta_begin,
+    delta_of,
+    delta_shard,
+    every_dtype,
+    layout_of,
+    stepped,
+)
 from tests.support.processes import names
 from tests.support.threads import held_threads, memfds, stand_still
 from tests.unit.server.deltas.pushing import history, push_chain, push_delta, send
 from tests.unit.server.world import World, begin, content, make_shard, world
-from weightsync.delta import encode_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
@@ -282,14 +289,7 @@ async def test_a_delta_of_another_base_or_layout_is_refused(here: World) -> None
     narrow = [make_shard(0, [("s0.BF16", "BF16", (600,), bytes(1200))])]
     wide = stepped(narrow, 1)
     items = [("s0.BF16", "BF16", (600,), _values(narrow[0]), _values(wide[0]))]
-    encoded = encode_shard(
-        items,
-        zstd=False,
-        base_content_digest=content(first),
-        layout_digest=layout_of(narrow).signature,
-        index=0,
-    )
-    shards = [as_shard(0, encoded.blob.tobytes())]
+    shards = [delta_shard(items, first, layout=narrow)]
     with pytest.raises(WeightSyncError, match="layout"):
         await send(here, shards, 3, content(second), **delta_begin(first))
 
@@ -302,14 +302,7 @@ async def test_a_tensor_that_the_base_has_not_is_refused(here: World) -> None:
     first, second = history(1)
     await here.push(first, 1)
     items = [("new", "U8", (4,), np.zeros(4, np.uint8), np.ones(4, np.uint8))]
-    encoded = encode_shard(
-        items,
-        zstd=False,
-        base_content_digest=content(first),
-        layout_digest=layout_of(first).signature,
-        index=0,
-    )
-    shards = [as_shard(0, encoded.blob.tobytes())]
+    shards = [delta_shard(items, first)]
     text = await _refused(here, shards, Reason.LAYOUT_INVALID, base=first, commit=content(second))
     assert "'new'" in text
 
@@ -322,14 +315,7 @@ async def test_a_tensor_that_two_shards_change_is_refused(here: World) -> None:
     for index in range(2):
         before, after = (_values(version[0])[:600] for version in (first, second))
         items = [("s0.BOOL", "BOOL", (600,), before, after)]
-        encoded = encode_shard(
-            items,
-            zstd=False,
-            base_content_digest=content(first),
-            layout_digest=layout_of(first).signature,
-            index=index,
-        )
-        both.append(as_shard(index, encoded.blob.tobytes()))
+        both.append(delta_shard(items, first, index=index))
     assert one.index == 0
     text = await _refused(here, both, Reason.SHARD_INVALID, base=first, commit=content(second))
     assert "two shards" in text
@@ -366,14 +352,7 @@ async def test_a_delta_that_does_not_make_what_it_tells_is_refused(here: World) 
             )
             for t in before.entries
         ]  # fmt: skip
-    encoded = encode_shard(
-        items,
-        zstd=False,
-        base_content_digest=content(first),
-        layout_digest=layout_of(first).signature,
-        index=0,
-    )
-    shards = [as_shard(0, encoded.blob.tobytes())]
+    shards = [delta_shard(items, first)]
     text = await _refused(here, shards, Reason.DIGEST_MISMATCH, base=first, commit=content(second))
     assert "does not make what it tells" in text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync_server.catalog.garbage_collector import Retention
 from weightsync_server.catalog.record import VersionRecord
-from weightsync_server.catalog.retention import Retention
 from weightsync_server.store.store_records import CommitRecord
 
 DENSE, DELTA = 1000, 10

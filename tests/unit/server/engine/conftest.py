@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.server.engine.plant import Plant, hurry, plant
+from tests.unit.server.engine.plant import Engine, Plant, hurry, plant
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path / "segments.sock")
 
 
 @pytest.fixture

@@ -125,8 +125,8 @@ class LoadingEngine(Engine):
         page.close()
         return {}
 
-    def _read(self, client: SegmentClient, document: str) -> Any:
-        prepared = super()._read(client, document)
+    def _read(self, document: str) -> Any:
+        prepared = super()._read(document)
         if self.loaded:
             if prepared.content_digest not in self.loaded:
                 raise ValueError("the version is not loaded on this rank any more")

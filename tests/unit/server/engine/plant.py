@@ -13,14 +13,13 @@ from weightsync.testing import MemoryEngine
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
     Applier,
-    ApplyLimits,
+    ApplySettings,
     EngineApplier,
+    EngineContext,
     EngineSet,
     EngineSupervisor,
-    HostParts,
     Journal,
     JournalFile,
-    ModelParts,
     supervisor,
 )
 from weightsync_server.ops.metrics import Metrics
@@ -59,6 +58,7 @@ class Engine(MemoryEngine):
         after: By the name of a call: what becomes of its answer.
         calls: Names of all calls but health.
         wrong: Values that the next writes put into tensor `a` instead of what was prepared.
+        served: The seeds of all that it began to serve, in order.
         cached: The seed of what it generated with since its caches were cleared; 0: with nothing.
         stale: What it began to serve on caches of something else: the seed, and that of the caches.
     """
@@ -70,6 +70,7 @@ class Engine(MemoryEngine):
         self.calls: list[str] = []
         self.wrong: list[bytes] = []
         self.sleeping = False
+        self.served: list[int] = []
         self.cached = 0
         self.stale: list[tuple[int, int]] = []
 
@@ -111,6 +112,7 @@ class Engine(MemoryEngine):
     def _serve(self, version: int) -> None:
         super()._serve(version)
         seed = self.live["a"][0]
+        self.served.append(seed)
         if self.cached not in (0, seed):
             self.stale.append((seed, self.cached))
         self.cached = seed
@@ -150,20 +152,18 @@ class Engine(MemoryEngine):
         return seed
 
 
-def engine_set(
-    file: JournalFile, engines: dict[str, Engine], parts: ModelParts, shared: HostParts
-) -> EngineSet:
+def engine_set(file: JournalFile, engines: dict[str, Engine], context: EngineContext) -> EngineSet:
     """Return several engines of one host, which are not started."""
     known = EngineSet(file)
     for name, engine in engines.items():
-        supervisor = EngineSupervisor(engine, parts, shared, Journal(file, name), lambda: None)
-        known.add(EngineApplier(supervisor, parts, shared))
+        supervisor = EngineSupervisor(engine, context, Journal(file, name), lambda: None)
+        known.add(EngineApplier(supervisor))
     return known
 
 
-def limits(**more: Any) -> ApplyLimits:
+def limits(**more: Any) -> ApplySettings:
     values = {"prepare_timeout_s": 5.0, "commit_timeout_s": 5.0, "pause_lease_s": 5.0} | more
-    return ApplyLimits(**values)
+    return ApplySettings(**values)
 
 
 @dataclass
@@ -188,6 +188,13 @@ class Plant:
 
     async def rollback(self, **fields: Any) -> pb.RollbackResponse:
         return await self.applier.rollback(pb.RollbackRequest(model=MODEL, **fields))
+
+    async def bring(self, *seeds: int) -> None:
+        """Wait until the engine serves, push versions and apply one after the other."""
+        await self.ready()
+        await self.push(*seeds)
+        for seed in seeds:
+            await self.apply(seed)
 
     async def verify(self, version: int = 0) -> pb.VerifyVersionResponse:
         request = pb.VerifyVersionRequest(model=MODEL, version=version)
@@ -232,6 +239,14 @@ async def until(true: Callable[[], bool], timeout_s: float = 25) -> None:
         await asyncio.sleep(0.005)
 
 
+def cut_journal(folder: Path, count: int = 1) -> list[bytes]:
+    """Cut a journal's last lines off, as if its server had died before; return them."""
+    path = folder / "journal"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-count]))
+    return lines[-count:]
+
+
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the engine often."""
     monkeypatch.setattr(supervisor, "_HEALTH_S", 0.02)
@@ -240,9 +255,15 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def plant(
-    folder: Path, engine: Engine | None = None, *, store: str = "memory://", **more: Any
+    folder: Path,
+    engine: Engine | None = None,
+    *,
+    store: str = "memory://",
+    durable: bool = False,
+    **more: Any,
 ) -> AsyncIterator[Plant]:
-    """Start a server around an engine; the engine outlives it."""
+    """Start a server around an engine, which outlives it; so do `durable` versions."""
+    store = f"file://{folder / 'store'}" if durable else store
     slots, retention = more.pop("slots", 3), more.pop("retention", None)
     async with world(folder, store=store, slots=slots, retention=retention) as here:
         engine = engine or Engine(folder / "segments.sock")
@@ -251,18 +272,16 @@ async def plant(
         journal = Journal(file, ENGINE)
         metrics = Metrics(MODEL)
         serving: list[bool] = []
-        host = HostParts(here.server, metrics, limits(**more))
-        parts = ModelParts.of(here.model)
+        host = EngineContext(here.model, here.server, metrics, limits(**more))
         engines = EngineSet(file)
         held = EngineSupervisor(
             engine,
-            parts,
             host,
             journal,
             lambda: serving.append(held.serving),
         )
-        engines.add(EngineApplier(held, parts, host))
-        applier = Applier(engines, parts, host)
+        engines.add(EngineApplier(held))
+        applier = Applier(engines, host)
         engines.start()
         try:
             yield Plant(here, engine, held, applier, journal, metrics, serving)

@@ -60,9 +60,7 @@ async def test_nothing_is_placed_where_a_rank_does_not_say_who_writes(
     monkeypatch.setattr(block_writers, "_LET_GO_S", 0.1)
     engine = Engine(tmp_path / "segments.sock", ranks=2)
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
         engine.events.clear()
         engine.after["state"] = lambda replies: [replies[0], replies[1] | _SILENT]
         it.keeper.suspect("a test asks")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic_settings import CliApp
 
-from weightsync_server.engine.engine_names import check_engines, engine_name
-from weightsync_server.settings import Settings
+from weightsync.host_dirs import run_dir
+from weightsync_server.engine.engine_set import check_engines, engine_name
+from weightsync_server.flags import Flags
 
 
 @pytest.mark.parametrize(
@@ -44,11 +45,13 @@ def test_what_is_refused(engines: list[str], sentence: str) -> None:
 
 
 def _engine_names(*flags: str) -> list[str]:
-    return CliApp.run(Settings, cli_args=list(flags)).engine_names
+    tree = CliApp.run(Flags, cli_args=list(flags)).tree
+    return tree.engines.names(tree.paths.run_dir)
 
 
 def test_defaults() -> None:
-    assert _engine_names() == ["unix:/run/weightsync/engine.sock"]
+    assert _engine_names() == [f"unix:{run_dir()}/engine.sock"]
+    assert _engine_names("--run-dir=/run/x") == ["unix:/run/x/engine.sock"]
     assert _engine_names("--engines=/run/engines") == []
     assert _engine_names("--engine=none") == ["none"]
     assert _engine_names("--engine=unix:/a", "--engine=unix:/b") == ["unix:/a", "unix:/b"]

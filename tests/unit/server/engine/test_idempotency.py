@@ -9,23 +9,17 @@ from typing import TYPE_CHECKING
 import pytest
 import xxhash
 
-from tests.unit.server.engine.plant import Engine, Plant, plant, shards, tensors
+from tests.unit.server.engine.plant import Engine, Plant, cut_journal, plant, shards, tensors
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency
-from weightsync_server.engine.journal import Journal
-from weightsync_server.engine.journal_file import Entry, JournalFile
-from weightsync_server.engine.outcome import Cause
+from weightsync_server.engine.journal import Entry, Journal, JournalFile
+from weightsync_server.engine.outcome import ApplyCause
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _KEYED = pb.ApplyVersionRequest(model="m", version=2, idempotency_key="k")
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    return Engine(tmp_path / "segments.sock")
 
 
 def _lost(times: int) -> Callable[[], None]:
@@ -59,8 +53,7 @@ async def test_a_rollback_that_nobody_saw_the_end_of_goes_back_once(it: Plant) -
 async def test_the_next_server_tells_all_of_the_first_answer(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         await it.push(2, 3)
         applied = await it.apply(0, idempotency_key="k")
@@ -70,7 +63,7 @@ async def test_the_next_server_tells_all_of_the_first_answer(
         with pytest.raises(WeightSyncError) as first:
             await it.apply(4, idempotency_key="r", clear_rejected=True)
     before = list(engine.events)
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         # Told at once, also before the engine is known.
         assert await it.apply(0, idempotency_key="k") == applied
         assert await it.rollback(idempotency_key="b") == back
@@ -87,8 +80,7 @@ async def test_the_next_server_tells_all_of_the_first_answer(
 async def test_an_apply_that_did_not_come_about_is_made_when_it_is_repeated(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         await it.push(2)
     book = JournalFile(tmp_path / "journal")
@@ -97,7 +89,7 @@ async def test_an_apply_that_did_not_come_about_is_made_when_it_is_repeated(
     # Half of it is written.
     engine.live["a"] = tensors(2)["a"]
     engine._content, engine._dirty = "", True
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert engine.serves == 1
         report = await it.apply(2, idempotency_key="k")
@@ -109,15 +101,13 @@ async def test_an_apply_that_did_not_come_about_is_made_when_it_is_repeated(
 async def test_of_versions_with_one_content_the_intended_one_is_live(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         await it.push(2)
         await it.here.push(shards(2), 3)
         await it.apply(2)
-    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
-    (tmp_path / "journal").write_bytes(b"".join(lines[:-1]))
-    async with plant(tmp_path, engine, store=store) as it:
+    cut_journal(tmp_path)
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert it.here.model.serving.live == 2
 
@@ -132,7 +122,7 @@ def test_a_version_is_live_in_journals_of_before_too(tmp_path: Path) -> None:
 
 
 def _done(number: int, reply: pb.ApplyVersionResponse) -> Entry:
-    cause = Cause(f"k{number}", "request")
+    cause = ApplyCause(f"k{number}", "request")
     return Entry("DONE", "a", number, number - 1, cause, idempotency.pack(reply))
 
 

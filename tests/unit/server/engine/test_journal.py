@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from weightsync_server.engine import journal_file as module
-from weightsync_server.engine.journal import Journal, live_in_store
-from weightsync_server.engine.journal_file import HOST, Entry, JournalFile
+from tests.support.open_files import open_files, opened_since
+from weightsync_server.engine import journal as module
+from weightsync_server.engine.journal import HOST, Entry, Journal, JournalFile, live_in_store
 from weightsync_server.ops import durable_files
 
 if TYPE_CHECKING:
@@ -189,9 +189,9 @@ def test_a_failed_fsync_is_no_record(path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_it_leaves_no_descriptor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROTATE_BYTES", 100)
-    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    before = open_files()
     _write(path, *(_done(version) for version in range(1, 30)))
-    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+    assert opened_since(before) == []
 
 
 @pytest.mark.parametrize("step", ["write", "fsync", "rename", "flush_directory", "append"])

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 APPLY = OpenApply("a1", 1, 2)
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    return Engine(tmp_path / "segments.sock")
-
-
 async def test_an_engine_that_could_only_resume_is_refused(tmp_path: Path, engine: Engine) -> None:
     engine._abilities.discard(FENCES_ON_EXPIRY)
     async with plant(tmp_path, engine) as it:
@@ -76,13 +71,12 @@ async def test_a_server_that_was_late_cannot_resume_by_its_lease(
 async def test_a_server_that_comes_back_takes_up_what_was_fenced(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
     await engine.pause(PauseSpec(on_expiry=OnExpiry.FENCE, apply=APPLY), 0.05)
     await until(lambda: engine._condition is EngineState.FENCED)
     assert engine.serves == 0
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert engine.serves == 1
         assert "commit" not in engine.events

@@ -343,7 +343,7 @@ async def test_a_verification_by_hand_settles_what_is_owed(slow: Plant) -> None:
     await slow.apply(2)
     await until(lambda: slow.keeper.checks.running)
     verifying = asyncio.create_task(slow.verify())
-    await asyncio.sleep(0.1)
+    await until(lambda: _checks(slow)["cancelled"] == 1)
     slow.engine.go.set()  # type: ignore[attr-defined]
     assert (await verifying).verified
     assert _info(slow, 2).live_check == pb.LIVE_CHECK_PASSED
@@ -375,7 +375,7 @@ async def test_as_long_as_a_process_has_the_memory_it_is_compared_again_and_agai
     await it.apply(2)
     await _passed(it, 2)
     checks = it.keeper.checks
-    checks.watch()
+    checks.watched = True
     checks._watch_at = 0.0
     before = _checks(it)["passed"]
     holders = [1]
@@ -443,9 +443,7 @@ async def test_a_rank_that_says_late_who_has_its_memory_is_compared(
     monkeypatch.setattr(engine.ranks[1], "_writers", lambda: {"holders": [1]})
     silent = {"ok": False, "error": "out of memory"}
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
         it.keeper.checks.watched = False
         asked: list[Any] = []
 

@@ -11,6 +11,7 @@ from tests.unit.server.engine.loading_engine import LoadingEngine
 from tests.unit.server.engine.plant import plant, until
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.version_events import VersionChanged
 from weightsync_server.engine import supervisor
 
 if TYPE_CHECKING:
@@ -142,9 +143,7 @@ async def test_a_version_that_is_not_loaded_is_compared_with_nothing(
     tmp_path: Path, engine: LoadingEngine
 ) -> None:
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
         assert (await it.verify()).verified
         assert not (await it.verify(1)).verified, "it lies beside what is live"
         engine.go.clear()
@@ -201,13 +200,10 @@ async def test_a_commit_wakes_nobody_where_versions_are_copies(
 async def test_a_server_that_starts_beside_such_an_engine_goes_on_with_loads(
     tmp_path: Path, engine: LoadingEngine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+    async with plant(tmp_path, engine, durable=True) as it:
+        await it.bring(2)
     before = engine.events.count("pause")
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         (rank,) = (await it.ready()).ranks
         assert it.here.model.serving.live == engine.serves == 2
         assert engine.events.count("pause") == before
@@ -219,7 +215,7 @@ async def test_a_server_that_stopped_hears_of_no_version(
 ) -> None:
     async with plant(tmp_path, engine) as it:
         await it.ready()
-        observers = it.here.model.table.on_change
+        observers = it.here.model.events._handlers[VersionChanged]
         count = len(observers)
         await it.keeper.stop()
         assert len(observers) == count - 1
@@ -269,11 +265,10 @@ async def test_a_server_that_starts_in_the_middle_of_a_proof_goes_on_with_it(
     tmp_path: Path, engine: LoadingEngine
 ) -> None:
     engine.go.clear()
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.until(pb.ENGINE_STATE_PROVING)
     assert engine.serves == 1
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.until(pb.ENGINE_STATE_PROVING)
         assert engine.serves == 1
         engine.go.set()
@@ -284,14 +279,11 @@ async def test_a_server_that_starts_in_the_middle_of_a_proof_goes_on_with_it(
 async def test_an_engine_that_lost_the_live_version_serves_nothing_before_it_has_it(
     tmp_path: Path, engine: LoadingEngine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+    async with plant(tmp_path, engine, durable=True) as it:
+        await it.bring(2)
     again = LoadingEngine(tmp_path / "segments.sock")
     again.go.clear()
-    async with plant(tmp_path, again, store=store) as it:
+    async with plant(tmp_path, again, durable=True) as it:
         await until(lambda: "load" in again.calls or bool(again._jobs))
         await asyncio.sleep(0.1)
         assert again.serves == 0
@@ -344,12 +336,11 @@ async def test_what_was_refused_is_not_served_by_the_next_server(
     tmp_path: Path, engine: LoadingEngine
 ) -> None:
     engine.wrong_load = True
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.until(pb.ENGINE_STATE_FENCED)
         await until(lambda: engine.serves == 0)
     resumed = engine.events.count("resume")
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.until(pb.ENGINE_STATE_FENCED)
         await until(lambda: it.keeper.status().reason.startswith("the engine's live"))
         assert engine.events.count("resume") == resumed

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def it(tmp_path: Path) -> AsyncIterator[Plant]:
-    async with plant(tmp_path, store=f"file://{tmp_path / 'store'}") as made:
+    async with plant(tmp_path, durable=True) as made:
         await made.ready()
         yield made
 
@@ -113,16 +113,13 @@ async def test_an_engine_that_was_away_is_found_on_it(it: Plant) -> None:
 
 
 async def test_a_new_server_serves_what_is_durable(tmp_path: Path) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, store=store) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+    async with plant(tmp_path, durable=True) as it:
+        await it.bring(2)
         await _arrive(it, 3)
         await it.apply(3, require_durable=False)
         engine = it.engine
         assert engine.serves == 3
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert engine.serves == it.here.model.serving.live == 2
         # Its push may still go on; until it is committed nothing serves it.

@@ -6,7 +6,7 @@ from google.protobuf import duration_pb2
 from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine.pause_options import duration, pause_options, pause_spec
+from weightsync_server.engine.refusals import duration, pause_options, pause_spec
 
 
 def test_defaults() -> None:

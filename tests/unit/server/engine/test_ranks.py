@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.open_files import open_files, opened_since
 from tests.unit.server.engine.plant import until
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.name_sets import pack, unpack
@@ -14,10 +16,9 @@ from weightsync.node.v1 import node_pb2 as node_pb
 from weightsync.shm.segment_socket import SegmentClient, SegmentServer
 from weightsync.shm.segments import Segment
 from weightsync.shm.status_page import PageWriter
-from weightsync_server.engine.ranks import Ranks
+from weightsync_server.engine.ranks import RankPages, Ranks
 from weightsync_server.engine.worker_reports import NoPlan
-from weightsync_server.nodes import EngineNodes, NodeGroup
-from weightsync_server.nodes.joined_node import JoinedNode
+from weightsync_server.nodes import EngineNodes, JoinedNode, NodeGroup
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -56,9 +57,13 @@ def workers() -> Workers:
     return Workers()
 
 
+def alone(workers: Workers, server: SegmentServer) -> EngineNodes:
+    return EngineNodes(NodeGroup(server), workers, 1, NAMES)
+
+
 @pytest.fixture
 def ranks(workers: Workers, server: SegmentServer) -> Iterator[Ranks]:
-    made = Ranks(workers, NAMES, server)  # type: ignore[arg-type]
+    made = Ranks(workers, NAMES, server, alone(workers, server))  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -349,7 +354,7 @@ async def test_nothing_is_unmapped_before_every_rank_tells_so(
 async def test_loads_are_told_on_pages_of_their_own(
     ranks: Ranks, workers: Workers, server: SegmentServer
 ) -> None:
-    ticket = await ranks.loads.start("a" * 32, "document")
+    ticket = await ranks.start_load("a" * 32, "document")
     method, args = workers.calls[-1]
     assert (method, args["group"], args["document"]) == ("weightsync_load", "a" * 32, "document")
     assert args["ticket"] == ticket
@@ -357,17 +362,17 @@ async def test_loads_are_told_on_pages_of_their_own(
     await ranks.start_check("id")
     assert workers.calls[-1][1]["page"] != args["page"], "a check would write over a load's end"
     pages[0].write({"ticket": ticket, "phase": "running", "load": "loading", "percent": 7})
-    first, second = ranks.loads.read(ticket)
+    first, second = ranks.read_loads(ticket)
     assert (first.rank, first.phase, first.percent, first.report) == (NAMES[0], "loading", 7, None)
     assert (second.rank, second.phase, second.percent) == (NAMES[1], "starting", 0)
     end = {"ticket": ticket, "phase": "ready", "held": ["c", "d"], "held_before": True}
     pages[1].write(end | {"load_s": 2.5, "arena_bytes": 9, "loader_restarts": 3})
-    second = ranks.loads.read(ticket)[1]
+    second = ranks.read_loads(ticket)[1]
     assert second.report is not None
     assert (second.phase, second.cached, second.holds) == ("ready", True, frozenset("cd"))
     assert (second.seconds, second.arena_bytes, second.restarts) == (2.5, 9, 3)
     pages[1].write(end | {"ticket": "of before"})
-    assert ranks.loads.read(ticket)[1].report is None, "another load's end"
+    assert ranks.read_loads(ticket)[1].report is None, "another load's end"
     for page in pages:
         page.close()
 
@@ -375,7 +380,7 @@ async def test_loads_are_told_on_pages_of_their_own(
 async def test_a_rank_that_begins_no_load_is_told(ranks: Ranks, workers: Workers) -> None:
     workers.replies = [{"ok": True}, {"ok": False, "error": "it has no loader", "refused": True}]
     with pytest.raises(WeightSyncError, match="rank 0/0/1 refused: it has no loader") as caught:
-        await ranks.loads.start("a" * 32, "document")
+        await ranks.start_load("a" * 32, "document")
     assert caught.value.reason is Reason.ENGINE_REFUSED
 
 
@@ -403,16 +408,16 @@ async def test_a_state_tells_what_versions_go_through(ranks: Ranks, workers: Wor
 
 
 async def test_close_withdraws_the_pages(workers: Workers, server: SegmentServer) -> None:
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    ranks = Ranks(workers, NAMES, server)  # type: ignore[arg-type]
+    before = open_files()
+    ranks = Ranks(workers, NAMES, server, alone(workers, server))  # type: ignore[arg-type]
     assert len(server._published) == len(NAMES)
     workers.replies = [{"ok": True}, {"ok": True}]
-    await ranks.loads.start("group", "document")
+    await ranks.start_load("group", "document")
     # One for what a rank does, and one for what it loads meanwhile.
     assert len(server._published) == 2 * len(NAMES)
     ranks.close()
     assert not server._published
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert opened_since(before) == []
 
 
 async def test_a_capture_waits_for_no_node_in_its_pause(
@@ -484,3 +489,20 @@ async def test_ranks_that_speak_of_different_tensors_are_at_fault(
     with pytest.raises(WeightSyncError, match="disagree") as caught:
         await ranks.capture("document", 10)
     assert caught.value.reason is Reason.FAULT
+
+
+def test_pages_that_cannot_all_be_published_leave_nothing_open(
+    server: SegmentServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dup, each = os.dup, iter(NAMES[1:])
+
+    def short(fd: int) -> int:
+        if next(each, None) is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return dup(fd)
+
+    before = open_files()
+    monkeypatch.setattr(os, "dup", short)
+    with pytest.raises(OSError, match="Too many open files"):
+        RankPages(NAMES, server)
+    assert opened_since(before) == []

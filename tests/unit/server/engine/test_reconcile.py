@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.server.engine.plant import Engine, Plant, plant, tensors, until
+from tests.unit.server.engine.plant import Engine, Plant, cut_journal, plant, tensors, until
 from weightsync.engine import VERSION_LOADS, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import JournalFile
-from weightsync_server.engine.journal_file import Entry
+from weightsync_server.engine.journal import Entry
 
 
 def _deleted_files() -> int:
@@ -25,11 +25,6 @@ def _deleted_files() -> int:
         with contextlib.suppress(OSError):
             count += str(entry.readlink()).startswith(f"{tempfile.gettempdir()}/#")
     return count
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    return Engine(tmp_path / "segments.sock")
 
 
 async def test_the_checkpoint_is_adopted_proved_and_never_written(
@@ -58,9 +53,8 @@ async def test_adoption_leaves_no_descriptor_open(tmp_path: Path, engine: Engine
 
 async def test_an_adoption_after_deleted_versions(tmp_path: Path, engine: Engine) -> None:
     # A new number must lie above all that were ever used, not only above those that are left.
-    store = f"file://{tmp_path / 'store'}"
     engine.before["hello"] = lambda: _fail(Reason.ENGINE_AWAY, "not yet")
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.push(5, 6)
         await it.here.model.collector.delete(6)
         engine.before.clear()
@@ -127,14 +121,11 @@ async def test_a_model_whose_loader_does_more_than_copy_is_refused(
 async def test_a_restarted_server_asks_the_ranks_and_pauses_nobody(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+    async with plant(tmp_path, engine, durable=True) as it:
+        await it.bring(2)
     assert engine.serves == 2
     before = list(engine.events)
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert it.here.model.serving.live == 2
         assert it.here.model.serving.rollback_to == 1
@@ -145,16 +136,11 @@ async def test_a_restarted_server_asks_the_ranks_and_pauses_nobody(
 async def test_a_server_that_died_after_the_commit_believes_the_ranks(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+    async with plant(tmp_path, engine, durable=True) as it:
+        await it.bring(2)
     # As after a crash between the resume and DONE.
-    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
-    assert b"DONE" in lines[-1]
-    (tmp_path / "journal").write_bytes(b"".join(lines[:-1]))
-    async with plant(tmp_path, engine, store=store) as it:
+    assert b"DONE" in cut_journal(tmp_path)[0]
+    async with plant(tmp_path, engine, durable=True) as it:
         assert it.journal.live == (1, 0)
         await it.ready()
         assert it.here.model.serving.live == engine.serves == 2
@@ -165,8 +151,7 @@ async def test_a_server_that_died_after_the_commit_believes_the_ranks(
 async def test_a_server_that_died_in_the_commit_places_the_last_live_version(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         await it.push(2, 3)
         await it.apply(2)
@@ -177,7 +162,7 @@ async def test_a_server_that_died_in_the_commit_places_the_last_live_version(
     engine.live["a"] = tensors(3)["a"]
     engine._content, engine._dirty = "", True
     await engine.fence("the lease ran out")
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert it.here.model.serving.live == engine.serves == 2
         assert it.journal.live == (2, 1), "the way back is kept"
@@ -187,19 +172,15 @@ async def test_a_server_that_died_in_the_commit_places_the_last_live_version(
 async def test_a_fenced_engine_is_placed_on_no_cache_and_whoever_has_paused_it(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
-        await it.ready()
-        await it.push(2, 3)
-        await it.apply(2)
-        await it.apply(3)
+    async with plant(tmp_path, engine, durable=True) as it:
+        await it.bring(2, 3)
     engine._content, engine._dirty = "", True
     await engine.fence("something was written")
     engine.live["a"], engine.cached = tensors(2)["a"], 2
     # Of a server that died while it placed something; nobody renews this lease.
     await engine.pause(PauseSpec(clear_cache=False), 60)
     begun = asyncio.get_running_loop().time()
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert engine.serves == 3
         assert engine.stale == []
@@ -209,11 +190,10 @@ async def test_a_fenced_engine_is_placed_on_no_cache_and_whoever_has_paused_it(
 async def test_a_server_that_died_in_the_pause_before_any_write(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
     await engine.pause(PauseSpec(), 60)
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert engine.serves == 1
         assert "commit" not in engine.events
@@ -223,9 +203,7 @@ async def test_a_restarted_engine_gets_the_live_version_and_never_serves_its_dis
     tmp_path: Path, engine: Engine
 ) -> None:
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
         served: list[int] = []
         engine.after["resume"] = lambda answer: served.append(engine.serves) or answer  # type: ignore[func-returns-value]
         engine.restart(tensors(1))
@@ -240,9 +218,7 @@ async def test_a_restarted_engine_is_proved_against_its_checkpoint_before_anythi
     tmp_path: Path, engine: Engine
 ) -> None:
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
         engine.restart(tensors(1))
         engine.events.clear()
         _do_more_than_copy(engine)
@@ -261,9 +237,7 @@ async def test_a_rank_that_does_not_answer_at_first_is_proved_before_it_is_writt
         return [reply | {"ok": False, "error": "out of memory"} for reply in replies]
 
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
         engine.restart(tensors(1))
         engine.events.clear()
         _do_more_than_copy(engine)
@@ -299,11 +273,8 @@ def _told(it: Plant) -> dict[int, tuple[int, int, str]]:
 async def test_the_proof_of_a_restarted_engine_leaves_nothing_behind(
     tmp_path: Path, engine: Engine, stored: bool, slots: int
 ) -> None:
-    store = f"file://{tmp_path / 'store'}" if stored else "memory://"
-    async with plant(tmp_path, engine, store=store, slots=slots) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+    async with plant(tmp_path, engine, durable=stored, slots=slots) as it:
+        await it.bring(2)
         model, told, newest = it.here.model, _told(it), it.here.model.table.newest
         engine.restart({name: bytes(len(data)) for name, data in tensors(1).items()})
         engine.calls.clear()
@@ -332,18 +303,15 @@ async def test_the_proof_of_a_restarted_engine_leaves_nothing_behind(
 async def test_a_server_that_dies_after_the_proof_still_places_the_live_version(
     tmp_path: Path, engine: Engine
 ) -> None:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, engine, store=store) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+    async with plant(tmp_path, engine, durable=True) as it:
+        await it.bring(2)
         # Version 1 is the checkpoint: what a rank claimed of it would be believed.
         engine.restart(tensors(1))
         engine.before["commit"] = lambda: _fail(Reason.ENGINE_AWAY, "the server dies here")
         engine.calls.clear()
         await until(lambda: "commit" in engine.calls)
     engine.before.clear()
-    async with plant(tmp_path, engine, store=store) as it:
+    async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert engine.serves == it.here.model.serving.live == 2
         assert not it.metrics.violations()["crash_safe"]
@@ -358,9 +326,7 @@ async def test_an_engine_whose_checkpoint_cannot_be_had_is_fenced_with_the_remed
 ) -> None:
     async with plant(tmp_path, engine) as it:
         if known:
-            await it.ready()
-            await it.push(2)
-            await it.apply(2)
+            await it.bring(2)
         engine.restart(tensors(1))
         engine.events.clear()
         engine.before["offer"] = lambda: _fail(reason, "loaded from nothing; serve files")
@@ -377,9 +343,7 @@ async def test_a_checkpoint_that_is_no_longer_whole_is_told_with_the_remedy(
     tmp_path: Path, engine: Engine
 ) -> None:
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
         engine.restart(tensors(1))
         whole = dict(engine.live)
 
@@ -405,9 +369,7 @@ async def test_another_store_cannot_know_what_the_engine_serves(
 ) -> None:
     # memory:// forgets: what cannot be gone back to is replaced by the engine's own checkpoint.
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
     async with plant(tmp_path, engine) as it:
         await it.ready()
         assert it.here.model.serving.live
@@ -434,9 +396,7 @@ async def test_what_another_server_wrote_is_not_taken_for_what_vllm_computes(
 ) -> None:
     engine = _WithLoaders(tmp_path / "segments.sock")
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
     engine.calls.clear()
     async with plant(tmp_path, engine) as it:
         status = await it.ready()
@@ -452,9 +412,7 @@ async def test_what_another_server_wrote_is_not_taken_for_what_vllm_computes(
 
 async def test_a_placing_that_fails_keeps_no_lease(tmp_path: Path, engine: Engine) -> None:
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
         engine.wrong = [bytes(256)] * 3
         engine.restart(tensors(1))
         await until(lambda: not engine.wrong)
@@ -466,9 +424,7 @@ async def test_a_placing_that_fails_keeps_no_lease(tmp_path: Path, engine: Engin
 
 async def test_a_pause_for_placing_never_outlives_a_failure(tmp_path: Path, engine: Engine) -> None:
     async with plant(tmp_path, engine) as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
         # It serves something that nobody knows, and nothing can be staged.
         engine._content, engine._dirty = "", True
 
@@ -493,9 +449,7 @@ async def test_a_live_version_whose_bytes_are_lost_gives_way_to_the_one_before(
 ) -> None:
     store = tmp_path / "store"
     async with plant(tmp_path, engine, store=f"file://{store}") as it:
-        await it.ready()
-        await it.push(2)
-        await it.apply(2)
+        await it.bring(2)
     (shard,) = store.rglob("v2/*.safetensors")
     damaged = bytearray(shard.read_bytes())
     damaged[-1] ^= 1

@@ -15,7 +15,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog import refused_contents
 from weightsync_server.catalog.refused_contents import RefusedContents
-from weightsync_server.store.documents import write_document
+from weightsync_server.store.store_records import write_document
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def it(tmp_path: Path) -> AsyncIterator[Plant]:
-    store = f"file://{tmp_path / 'store'}"
-    async with plant(tmp_path, Engine(tmp_path / "segments.sock"), store=store) as made:
+    async with plant(tmp_path, Engine(tmp_path / "segments.sock"), durable=True) as made:
         made.here.model.table.refused.open(tmp_path / "refused.json")
         await made.ready()
         # Pushes come unchecked, as while the engine is busy.

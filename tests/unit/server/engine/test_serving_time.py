@@ -10,7 +10,7 @@ import pytest
 from tests.unit.server.engine.plant import ENGINE, Engine, Plant, plant, until
 from weightsync.engine import LIMITS_SERVING
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine.serving_time import LimitRenewal, ServingTime
+from weightsync_server.engine.engine_parts import LimitRenewal, ServingTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ def engine(tmp_path: Path) -> Limited:
 
 def _limit(it: Plant, left_s: Callable[[], float | None]) -> None:
     """Let the engine of a server be limited from its next start on."""
-    it.keeper._host.serving_time.left_s = left_s
+    it.keeper.context.serving_time.left_s = left_s
     it.engine.restart(it.engine.live)
 
 

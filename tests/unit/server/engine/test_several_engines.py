@@ -12,6 +12,7 @@ import pytest
 from tests.unit.server.engine.plant import (
     Engine,
     checkpoint,
+    cut_journal,
     engine_set,
     hurry,
     limits,
@@ -24,13 +25,12 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
     Applier,
+    EngineContext,
     EngineSet,
     EngineSupervisor,
-    HostParts,
     JournalFile,
-    ModelParts,
 )
-from weightsync_server.engine.journal_file import HOST
+from weightsync_server.engine.journal import HOST
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -69,6 +69,14 @@ class Host:
         """Return what each engine generates with; 0: nothing. A mixture fails."""
         return {name: engine.serves for name, engine in self.engines.items()}
 
+    async def lose(self, name: str) -> None:
+        """Have an engine gone until its `before` is cleared; returns when that is known."""
+        self.engines[name].before["health"] = away
+        await until(lambda: not self.supervisor(name).serving)
+
+    async def settled(self) -> None:
+        await until(lambda: all(one.serving for one in self.set.supervisors))
+
     async def all_serve(self, seed: int) -> None:
         def so() -> bool:
             settled = all(one.serving for one in self.set.supervisors)
@@ -86,10 +94,9 @@ async def host(
     async with world(folder, store=store, slots=slots) as here:
         file = JournalFile(folder / "journal", here.model.store.url)
         metrics = Metrics(MODEL)
-        shared = HostParts(here.server, metrics, limits())
-        parts = ModelParts.of(here.model)
-        known = engine_set(file, engines, parts, shared)
-        applier = Applier(known, parts, shared)
+        context = EngineContext(here.model, here.server, metrics, limits())
+        known = engine_set(file, engines, context)
+        applier = Applier(known, context)
         known.start()
         try:
             yield Host(here, engines, known, applier, metrics)
@@ -97,6 +104,17 @@ async def host(
             await applier.drain()
             await known.stop()
             file.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, engines: dict[str, Engine], *pushed: int, slots: int = 3
+) -> AsyncIterator[Host]:
+    """A host whose engines all serve version 1, to which others are pushed."""
+    async with host(folder, engines, slots=slots) as it:
+        await it.all_serve(1)
+        await it.push(*pushed)
+        yield it
 
 
 def away() -> None:
@@ -124,9 +142,7 @@ async def test_all_engines_join_at_one_version(tmp_path: Path, engines: dict[str
 
 
 async def test_together(tmp_path: Path, engines: dict[str, Engine]) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         reply = await it.apply(2)
         assert it.serves() == dict.fromkeys(NAMES, 2)
         assert [one.engine for one in reply.engines] == list(NAMES)
@@ -146,9 +162,7 @@ async def test_together(tmp_path: Path, engines: dict[str, Engine]) -> None:
 async def test_none_serves_the_version_while_another_serves_the_one_before(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         seen: set[tuple[int, ...]] = set()
 
         def look() -> None:
@@ -174,9 +188,7 @@ async def test_none_serves_the_version_while_another_serves_the_one_before(
 async def test_one_that_fails_takes_all_back_before_the_decision_and_none_after_it(
     tmp_path: Path, engines: dict[str, Engine], call: str, name: str
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
 
         def fail() -> None:
             del engines[name].before[call]
@@ -200,9 +212,7 @@ async def test_one_that_fails_takes_all_back_before_the_decision_and_none_after_
 async def test_a_pause_that_runs_out_before_the_decision_fences(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         for supervisor in it.set.supervisors:
             assert supervisor._session is not None
             supervisor._session.lease_s = 3.0
@@ -225,9 +235,7 @@ async def test_a_pause_that_runs_out_before_the_decision_fences(
 async def test_a_proof_that_fails_takes_all_back(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         engines["c"].wrong.append(bytes(256))
         with pytest.raises(WeightSyncError) as caught:
             await it.apply(2, idempotency_key="k")
@@ -245,12 +253,8 @@ async def test_a_proof_that_fails_takes_all_back(
 async def test_an_engine_that_is_away_joins_before_it_serves(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
-
-        engines["b"].before["health"] = away
-        await until(lambda: not it.supervisor("b").serving)
+    async with serving(tmp_path, engines, 2) as it:
+        await it.lose("b")
         reply = await it.apply(2)
         report = {one.engine: one for one in reply.engines}
         assert "connection refused" in report["b"].absent
@@ -267,9 +271,7 @@ async def test_an_engine_that_is_away_joins_before_it_serves(
 async def test_an_engine_that_generates_and_cannot_be_asked_is_waited_for(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         it.supervisor("b").suspect("nobody knows")
         await it.apply(2)
         assert it.serves() == dict.fromkeys(NAMES, 2)
@@ -277,14 +279,10 @@ async def test_an_engine_that_generates_and_cannot_be_asked_is_waited_for(
 
 async def test_a_server_that_died_undecided(tmp_path: Path, engines: dict[str, Engine]) -> None:
     """One holds the target, proved, another the base: all go back, whatever they hold."""
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         await it.apply(2)
-    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
-    assert [b'"COMMIT"' in line for line in lines[-2:]] == [True, False]
     # Up to INTENT: all hold the target, and nobody had decided so.
-    (tmp_path / "journal").write_bytes(b"".join(lines[:-2]))
+    assert [b'"COMMIT"' in line for line in cut_journal(tmp_path, 2)] == [True, False]
     async with host(tmp_path, engines) as it:
         await it.all_serve(1)
         await it.apply(2)
@@ -294,12 +292,9 @@ async def test_a_server_that_died_undecided(tmp_path: Path, engines: dict[str, E
 async def test_a_server_that_died_after_the_decision(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         first = await it.apply(2, idempotency_key="k")
-    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
-    (tmp_path / "journal").write_bytes(b"".join(lines[:-1]))
+    cut_journal(tmp_path)
     # One of them started anew meanwhile, on its own checkpoint.
     engines["b"] = Engine(tmp_path / "segments.sock")
     async with host(tmp_path, engines) as it:
@@ -315,17 +310,12 @@ async def test_a_server_that_died_after_one_engine_went_for_all(
 ) -> None:
     two = {name: engines[name] for name in ("a", "b")}
     between = pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS)
-    async with host(tmp_path, two) as it:
-        await it.all_serve(1)
-        await it.push(2)
-        two["b"].before["health"] = away
-        await until(lambda: not it.supervisor("b").serving)
+    async with serving(tmp_path, two, 2) as it:
+        await it.lose("b")
         first = await it.apply(2, idempotency_key="k", pause=between)
         assert engines["a"].serves == 2
-    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
-    assert b'"DONE"' in lines[-1]
     # The ranks had switched, and nobody had written so.
-    (tmp_path / "journal").write_bytes(b"".join(lines[:-1]))
+    assert b'"DONE"' in cut_journal(tmp_path)[0]
     two["b"].before.clear()
     async with host(tmp_path, two) as it:
         await it.all_serve(2)
@@ -335,9 +325,7 @@ async def test_a_server_that_died_after_one_engine_went_for_all(
 
 
 async def test_one_engine_is_named(tmp_path: Path, engines: dict[str, Engine]) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         reply = await it.apply(2, engine="b")
         assert it.serves() == {"a": 1, "b": 2, "c": 1}
         assert [one.engine for one in reply.engines] == ["b"]
@@ -349,7 +337,7 @@ async def test_one_engine_is_named(tmp_path: Path, engines: dict[str, Engine]) -
             await it.rollback()
     # It is its own, also for the next server.
     async with host(tmp_path, engines) as it:
-        await until(lambda: all(one.serving for one in it.set.supervisors))
+        await it.settled()
         assert it.serves() == {"a": 1, "b": 2, "c": 1}
         await it.apply(2)
         assert it.serves() == dict.fromkeys(NAMES, 2)
@@ -360,9 +348,7 @@ async def test_one_engine_is_named(tmp_path: Path, engines: dict[str, Engine]) -
 async def test_rolling_leaves_the_others_serving(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         away: list[int] = []
         for engine in engines.values():
             engine.before["commit"] = lambda: away.append(list(it.serves().values()).count(0))
@@ -390,9 +376,7 @@ async def test_rolling_leaves_the_others_serving(
 async def test_a_rolling_apply_that_fails_goes_back(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         engines["c"].wrong.append(bytes(256))
         with pytest.raises(WeightSyncError, match="engine c") as caught:
             await it.apply(2, order=pb.ENGINE_ORDER_ROLLING)
@@ -403,9 +387,7 @@ async def test_a_rolling_apply_that_fails_goes_back(
 async def test_a_rolling_apply_goes_back_after_what_nobody_foresaw(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
 
         def fault() -> None:
             del engines["b"].before["commit"]
@@ -419,9 +401,7 @@ async def test_a_rolling_apply_goes_back_after_what_nobody_foresaw(
 
 
 async def test_what_is_refused(tmp_path: Path, engines: dict[str, Engine]) -> None:
-    async with host(tmp_path, engines, slots=2) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2, slots=2) as it:
         calls = (
             ({"order": pb.ENGINE_ORDER_ROLLING}, Reason.NO_SLOT, "--slots 3"),
             ({"max_unavailable": 1}, Reason.REQUEST_INVALID, "order ROLLING"),
@@ -441,9 +421,7 @@ async def test_what_is_refused(tmp_path: Path, engines: dict[str, Engine]) -> No
 async def test_an_engine_whose_lease_would_resume_takes_no_part(
     tmp_path: Path, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         session = it.supervisor("b")._session
         assert session is not None
         poorer = session.info.capabilities - {FENCES_ON_EXPIRY}
@@ -456,9 +434,7 @@ async def test_an_engine_whose_lease_would_resume_takes_no_part(
 async def test_the_disk_refuses_the_decision(
     tmp_path: Path, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         write = it.set.journal.write
 
         def full(entry: Any) -> None:
@@ -478,9 +454,7 @@ async def test_the_disk_refuses_the_decision(
 async def test_applies_of_many_callers_end_in_one_order(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines, slots=4) as it:
-        await it.all_serve(1)
-        await it.push(2, 3, 4)
+    async with serving(tmp_path, engines, 2, 3, 4, slots=4) as it:
         calls = [it.apply(v, idempotency_key=str(v)) for v in (2, 3, 4)]
         calls += [it.apply(engine=name) for name in NAMES]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -493,18 +467,16 @@ async def test_applies_of_many_callers_end_in_one_order(
 async def test_a_failure_of_some_leaves_others_on_their_own_version(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines, slots=4) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2, slots=4) as it:
         await it.apply(2, engine="c")
         engines["b"].wrong.append(bytes(256))
         with pytest.raises(WeightSyncError, match="engine b"):
             await it.apply(2)
         await asyncio.sleep(0.2)
-        await until(lambda: all(one.serving for one in it.set.supervisors))
+        await it.settled()
         assert it.serves() == {"a": 1, "b": 1, "c": 2}
     async with host(tmp_path, engines, slots=4) as it:
-        await until(lambda: all(one.serving for one in it.set.supervisors))
+        await it.settled()
         assert it.serves() == {"a": 1, "b": 1, "c": 2}
 
 
@@ -515,9 +487,7 @@ async def test_what_is_never_begun_keeps_no_lease(
         slots = it.here.model.slots.slots
         return {slot.record.version: slot.leases for slot in slots if slot.record is not None}
 
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
 
         def full(_: Any) -> None:
             raise OSError(28, "No space left on device")
@@ -537,9 +507,7 @@ async def test_what_is_never_begun_keeps_no_lease(
 async def test_a_rollback_whose_resume_is_not_confirmed_rejects_all_the_same(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         await it.apply(2)
 
         engines["b"].before["resume"] = engines["b"].before["renew"] = away
@@ -564,12 +532,8 @@ async def test_one_of_two_is_a_decision_for_both(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
     two = {name: engines[name] for name in ("a", "b")}
-    async with host(tmp_path, two) as it:
-        await it.all_serve(1)
-        await it.push(2)
-
-        engines["b"].before["health"] = away
-        await until(lambda: not it.supervisor("b").serving)
+    async with serving(tmp_path, two, 2) as it:
+        await it.lose("b")
         await it.apply(2)
         lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
         assert b"COMMIT" in lines[-2]
@@ -584,13 +548,9 @@ async def test_what_is_live_already_is_decided_for_who_is_away(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
     two = {name: engines[name] for name in ("a", "b")}
-    async with host(tmp_path, two) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, two, 2) as it:
         await it.apply(2, engine="a")
-
-        engines["b"].before["health"] = away
-        await until(lambda: not it.supervisor("b").serving)
+        await it.lose("b")
         assert (await it.apply(2)).report.outcome == pb.APPLY_OUTCOME_ALREADY_LIVE
         engines["b"].before.clear()
         await it.all_serve(2)
@@ -600,10 +560,7 @@ async def test_an_engine_of_which_nobody_knew_goes_back_with_a_rolling_apply(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
     """Its ranks hold the target, and its resume was not confirmed."""
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
-
+    async with serving(tmp_path, engines, 2) as it:
         engines["b"].before["resume"] = engines["b"].before["renew"] = away
         with pytest.raises(WeightSyncError, match="engine b"):
             await it.apply(2, order=pb.ENGINE_ORDER_ROLLING)
@@ -614,9 +571,7 @@ async def test_an_engine_of_which_nobody_knew_goes_back_with_a_rolling_apply(
 async def test_a_version_is_rejected_only_for_its_own_fault(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
 
         def asleep() -> None:
             del engines["b"].before["pause"]
@@ -633,9 +588,7 @@ async def test_a_version_is_rejected_only_for_its_own_fault(
 async def test_the_way_back_outlives_an_apply_that_went_back(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines, slots=4) as it:
-        await it.all_serve(1)
-        await it.push(2, 3)
+    async with serving(tmp_path, engines, 2, 3, slots=4) as it:
         await it.apply(2)
         engines["b"].wrong.append(bytes(256))
         with pytest.raises(WeightSyncError, match="engine b"):
@@ -650,9 +603,7 @@ async def test_the_way_back_outlives_an_apply_that_went_back(
 async def test_a_version_that_one_engine_left_is_not_spread(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with host(tmp_path, engines) as it:
-        await it.all_serve(1)
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         await it.apply(2)
         await it.rollback(engine="b")
         for version in (0, 2):
@@ -669,9 +620,7 @@ async def test_layouts_are_checked_while_an_engine_is_away(
 ) -> None:
     async with host(tmp_path, engines) as it:
         await it.all_serve(1)
-
-        engines["b"].before["health"] = away
-        await until(lambda: not it.supervisor("b").serving)
+        await it.lose("b")
         await it.push(2)
         await it.apply(2)
         await asyncio.sleep(0.2)

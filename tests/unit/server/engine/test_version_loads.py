@@ -19,8 +19,9 @@ from weightsync.shm.status_page import PageWriter
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import version_loads
 from weightsync_server.engine.ranks import Ranks
-from weightsync_server.engine.version_loads import LoadScheduler, Presence
+from weightsync_server.engine.version_loads import EngineLiveness, LoadScheduler
 from weightsync_server.engine.worker_reports import NoPlan
+from weightsync_server.nodes import EngineNodes, NodeGroup
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.residency.leases import SlotLease
+    from weightsync_server.residency.slot import SlotLease
 
 NAMES = ("0/0/0", "0/0/1")
 
@@ -47,7 +48,7 @@ class Loaders:
         self._socket = here.server.path
         self.asked: list[dict[str, Any]] = []
         self.refusal: dict[str, Any] = {}
-        self.presence = Presence.HERE
+        self.presence = EngineLiveness.HERE
         self.over = False
 
     async def call_workers(self, method: str, args: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ class Loaders:
             return [{"ok": False, "rank": name, "error": "the group is over"} for name in NAMES]
         return [{"ok": True, "rank": name} | self.refusal for name in NAMES]
 
-    async def look(self) -> Presence:
+    async def look(self) -> EngineLiveness:
         return self.presence
 
     async def loads(self, count: int) -> None:
@@ -107,7 +108,8 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 async def loads(here: World, engine: Loaders, metrics: Metrics) -> AsyncIterator[LoadScheduler]:
-    ranks = Ranks(engine, NAMES, here.server)  # type: ignore[arg-type]
+    nodes = EngineNodes(NodeGroup(here.server), engine, 1, NAMES)
+    ranks = Ranks(engine, NAMES, here.server, nodes)  # type: ignore[arg-type]
     made = LoadScheduler(
         ranks, here.model.stager, metrics.loaders, NoPlan("it quantises"), engine.look
     )
@@ -412,7 +414,7 @@ async def test_a_load_ends_with_the_vllm_that_it_is_made_for(
     monkeypatch.setattr(version_loads, "_LOOK_S", 0.01)
     waiting = asyncio.create_task(loads.ensure(here.model.table.get(2), 60))
     await engine.loads(1)
-    engine.presence = Presence.LEFT
+    engine.presence = EngineLiveness.LEFT
     with pytest.raises(WeightSyncError, match="vLLM left in the middle of a load") as caught:
         await asyncio.wait_for(waiting, 5)
     assert caught.value.reason is Reason.ENGINE_AWAY
@@ -428,14 +430,14 @@ async def test_loaders_that_ended_for_a_sleep_have_not_failed(
     assert loads.resident("live")
     waiting = asyncio.create_task(loads.ensure(here.model.table.get(3), 5))
     await engine.loads(2)
-    engine.presence = Presence.ASLEEP
+    engine.presence = EngineLiveness.ASLEEP
     engine.tell({"phase": "failed", "error": "the load was given up"})
     with pytest.raises(WeightSyncError, match="the engine sleeps; wake it up"):
         await waiting
     assert not loads.resident("live")
     assert not loads.status()
     assert loads.arena_bytes == 0
-    engine.presence = Presence.HERE
+    engine.presence = EngineLiveness.HERE
     loads.begin(here.model.table.get(3))
     await engine.loads(3)
     assert engine.asked[2]["group"] != engine.asked[1]["group"], "its loaders are new ones"
@@ -483,13 +485,12 @@ async def test_who_wants_to_know_is_told_that_the_ranks_load(
     async def note() -> None:
         told.append(len(engine.asked))
 
-    loads.on_start = note
     engine.refusal = {"ok": False, "error": "no room", "refused": True}
     with pytest.raises(WeightSyncError, match="no room"):
-        await loads.ensure(here.model.table.get(2), 5)
+        await loads.ensure(here.model.table.get(2), 5, note)
     assert not told, "they refused to"
     engine.refusal = {}
-    waiting = asyncio.create_task(loads.ensure(here.model.table.get(3), 5))
+    waiting = asyncio.create_task(loads.ensure(here.model.table.get(3), 5, note))
     await engine.loads(2)
     await until(lambda: told == [2])
     engine.ready("3")

@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.fleet_hosts import version
 from weightsync import clock
-from weightsync_server.fleet.coordinator_patience import Patience
+from weightsync_server.decide import ApplyOrder, DecisionPlan, Verdict
+from weightsync_server.fleet.coordinator import CoordinatorTimeouts
 from weightsync_server.fleet.fleet_history import Apply
-from weightsync_server.fleet.fleet_limits import FleetLimits
-from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict
+from weightsync_server.fleet.fleet_settings import FleetLimits
 
 _LIMITS = FleetLimits(undecided_s=30.0, grace_s=5.0, prepare_s=600.0)
-_PLAN = FleetPlan(1, "n", Kind.ROLLING, version(2), version(1), (("a",), ("b",)), 3)
+_PLAN = DecisionPlan(1, "n", ApplyOrder.ROLLING, version(2), version(1), (("a",), ("b",)), 3)
 
 
 class _Clock:
@@ -31,7 +31,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 
 
 def test_each_wave_has_its_time(time: _Clock) -> None:
-    patience = Patience(_LIMITS)
+    patience = CoordinatorTimeouts(_LIMITS)
     first = Apply(_PLAN, False, ())
     second = Apply(_PLAN, False, (Verdict.COMMIT,))
     time.now += 599
@@ -44,7 +44,7 @@ def test_each_wave_has_its_time(time: _Clock) -> None:
 
 
 def test_those_that_stand_still_are_let_go_before_they_fence_themselves(time: _Clock) -> None:
-    patience = Patience(_LIMITS)
+    patience = CoordinatorTimeouts(_LIMITS)
     paused = Apply(_PLAN, True, ())
     assert not patience.is_over(paused)
     time.now += 14.9
@@ -54,7 +54,7 @@ def test_those_that_stand_still_are_let_go_before_they_fence_themselves(time: _C
 
 
 def test_one_is_gone_that_is_missed_for_the_time_of_grace(time: _Clock) -> None:
-    patience = Patience(_LIMITS)
+    patience = CoordinatorTimeouts(_LIMITS)
     assert not patience.gone(["a", "b"], ["b", "other"])
     time.now += 4.9
     assert not patience.gone(["a", "b"], ["b"])
@@ -63,7 +63,7 @@ def test_one_is_gone_that_is_missed_for_the_time_of_grace(time: _Clock) -> None:
 
 
 def test_one_that_is_back_is_missed_anew(time: _Clock) -> None:
-    patience = Patience(_LIMITS)
+    patience = CoordinatorTimeouts(_LIMITS)
     patience.gone(["a"], [])
     time.now += 4
     patience.gone(["a"], ["a"])
@@ -73,7 +73,7 @@ def test_one_that_is_back_is_missed_anew(time: _Clock) -> None:
 
 
 def test_nobody_is_gone_by_a_register_that_does_not_answer(time: _Clock) -> None:
-    patience = Patience(_LIMITS)
+    patience = CoordinatorTimeouts(_LIMITS)
     patience.gone(["a"], [])
     time.now += 60
     patience.forget()

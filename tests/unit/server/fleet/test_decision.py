@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fleet import decision
-from weightsync_server.fleet.decision import decide
-from weightsync_server.fleet.fleet_keys import decision_key
-from weightsync_server.fleet.fleet_plan import Verdict
-from weightsync_server.fleet.fleet_records import decode_verdict
-from weightsync_server.register.folder_register import FolderRegister
+from weightsync_server.coordination.folder_keys import FolderKeys
+from weightsync_server.decide import Verdict
+from weightsync_server.fleet import fleet_records
+from weightsync_server.fleet.fleet_records import decide, decision_key, decode_verdict
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from weightsync_server.register.register import Creation
+    from weightsync_server.coordination.coordination import Creation
 
 COMMIT, ABORT = Verdict.COMMIT, Verdict.ABORT
 
 
-class Unsure(FolderRegister):
+class Unsure(FolderKeys):
     """Loses replies: of creates that were done, and of those that were not.
 
     Args:
@@ -46,12 +44,12 @@ class Unsure(FolderRegister):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(fleet_records, "_PAUSE_S", 0.001)
 
 
 async def test_the_first_of_16_decides_and_all_agree(tmp_path: Path) -> None:
     for number in range(1, 21):
-        racers = [FolderRegister(tmp_path) for _ in range(16)]
+        racers = [FolderKeys(tmp_path) for _ in range(16)]
         verdicts = [random.choice([COMMIT, ABORT]) for _ in racers]
         found = await asyncio.gather(
             *(
@@ -79,12 +77,12 @@ async def test_what_another_decided_is_obeyed_after_a_time_out(
     tmp_path: Path, mine: Verdict
 ) -> None:
     other = ABORT if mine is COMMIT else COMMIT
-    assert await decide(FolderRegister(tmp_path), 1, 1, other, "m2") is other
+    assert await decide(FolderKeys(tmp_path), 1, 1, other, "m2") is other
     assert await decide(Unsure(tmp_path, "nn"), 1, 1, mine, "m1") is other
 
 
 async def test_one_who_may_not_decide_is_told(tmp_path: Path) -> None:
-    class Forbidden(FolderRegister):
+    class Forbidden(FolderKeys):
         async def create(self, key: str, value: bytes) -> Creation:
             raise WeightSyncError(Reason.PERMISSION_DENIED, "no")
 

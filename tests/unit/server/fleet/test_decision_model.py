@@ -9,42 +9,54 @@ import pytest
 
 from tests.support import decision_model
 from tests.support.decision_model import ANCIENT, COMMIT, NAMES, NEW, OLD, Member, Model, explore
-from weightsync_server.fleet import coordinator_steps, member_steps
-from weightsync_server.fleet.coordinator_steps import Decide
-from weightsync_server.fleet.fleet_plan import Kind
-from weightsync_server.fleet.member_steps import Abort, Commit, Fence, MemberState, Mode, Resume
+from weightsync_server import decide
+from weightsync_server.decide import ApplyOrder, Decide
+from weightsync_server.fleet import member_steps
+from weightsync_server.fleet.member_steps import Abort, Commit, Fence, HostMode, MemberState, Resume
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from _pytest.mark import ParameterSet
+
     from tests.support.decision_model import World
-    from weightsync_server.fleet.coordinator_steps import Order, Reports
-    from weightsync_server.fleet.fleet_history import Apply, History
-    from weightsync_server.fleet.fleet_plan import FleetVersion
+    from weightsync_server.decide import (
+        DecisionPlan,
+        DecisionState,
+        FleetVersion,
+        Order,
+    )
+    from weightsync_server.fleet.fleet_history import History
     from weightsync_server.fleet.member_steps import Step
+
+
+def _widest(*budget: object) -> ParameterSet:
+    """Return one whose thousands of orders CI leaves to the battery."""
+    return pytest.param(*budget, marks=pytest.mark.battery)
+
 
 #: How many may crash, come back, be lost, fail and be taken to be gone.
 BUDGETS = [
-    (Kind.BARRIER, NAMES, (1, 1, 0, 0, 0)),
-    (Kind.BARRIER, NAMES, (0, 0, 0, 1, 1)),
-    (Kind.BARRIER, NAMES, (0, 0, 1, 0, 1)),
-    (Kind.BARRIER, NAMES[:2], (1, 1, 1, 1, 1)),
-    (Kind.ROLLING, NAMES[:2], (1, 1, 1, 1, 1)),
-    (Kind.ROLLING, NAMES, (1, 1, 0, 0, 0)),
-    (Kind.ROLLING, NAMES, (0, 0, 0, 1, 0)),
+    (ApplyOrder.BARRIER, NAMES, (1, 1, 0, 0, 0)),
+    (ApplyOrder.BARRIER, NAMES, (0, 0, 0, 1, 1)),
+    _widest(ApplyOrder.BARRIER, NAMES, (0, 0, 1, 0, 1)),
+    _widest(ApplyOrder.BARRIER, NAMES[:2], (1, 1, 1, 1, 1)),
+    _widest(ApplyOrder.ROLLING, NAMES[:2], (1, 1, 1, 1, 1)),
+    (ApplyOrder.ROLLING, NAMES, (1, 1, 0, 0, 0)),
+    (ApplyOrder.ROLLING, NAMES, (0, 0, 0, 1, 0)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "names", "budget"), BUDGETS)
 def test_every_order_of_steps_keeps_the_promises(
-    kind: Kind, names: tuple[str, ...], budget: tuple[int, int, int, int, int]
+    kind: ApplyOrder, names: tuple[str, ...], budget: tuple[int, int, int, int, int]
 ) -> None:
     assert explore(Model(kind, names), budget) > 500
 
 
 @pytest.mark.parametrize("holds", [OLD, ANCIENT])
 def test_one_that_appears_meanwhile_serves_nothing_that_was_left(holds: FleetVersion) -> None:
-    assert explore(Model(Kind.BARRIER, NAMES[:2], joins=holds), (0, 0, 1, 0, 1)) > 500
+    assert explore(Model(ApplyOrder.BARRIER, NAMES[:2], joins=holds), (0, 0, 1, 0, 1)) > 500
 
 
 def test_the_model_finds_one_that_appears_and_serves_what_is_decided_still(
@@ -52,18 +64,18 @@ def test_the_model_finds_one_that_appears_and_serves_what_is_decided_still(
 ) -> None:
     monkeypatch.setattr(member_steps, "_runs_a_barrier", lambda _: False)
     with pytest.raises(AssertionError, match="serve"):
-        explore(Model(Kind.BARRIER, NAMES[:2], joins=ANCIENT), (0, 0, 1, 0, 1))
+        explore(Model(ApplyOrder.BARRIER, NAMES[:2], joins=ANCIENT), (0, 0, 1, 0, 1))
 
 
 def test_the_model_finds_a_coordinator_that_overlooks_who_appeared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def blind(apply: Apply, reports: Reports, _: frozenset[str], *, late: bool) -> Order | None:
-        return coordinator_steps.next_order(apply, reports, apply.plan.members, late=late)
+    def blind(plan: DecisionPlan, state: DecisionState) -> Order:
+        return decide.next_step(plan, replace(state, present=plan.members))
 
     monkeypatch.setattr(decision_model, "next_order", blind)
     with pytest.raises(AssertionError, match="new serves"):
-        explore(Model(Kind.BARRIER, NAMES[:2], joins=OLD), (0, 0, 1, 0, 1))
+        explore(Model(ApplyOrder.BARRIER, NAMES[:2], joins=OLD), (0, 0, 1, 0, 1))
 
 
 def test_the_model_finds_one_that_reads_before_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +89,10 @@ def test_the_model_finds_one_that_reads_before_it_is_seen(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Model, "live", hasty)
     with pytest.raises(AssertionError, match="serve"):
-        explore(Model(Kind.BARRIER, NAMES[:2], joins=OLD), (0, 0, 1, 0, 1))
+        explore(Model(ApplyOrder.BARRIER, NAMES[:2], joins=OLD), (0, 0, 1, 0, 1))
 
 
-def _find(kind: Kind) -> None:
+def _find(kind: ApplyOrder) -> None:
     explore(Model(kind, NAMES[:2]), (1, 1, 0, 0, 1))
 
 
@@ -91,33 +103,33 @@ def test_the_model_finds_a_member_that_resumes_undecided(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(decision_model, "next_step", resuming)
     with pytest.raises(AssertionError, match="serve"):
-        _find(Kind.BARRIER)
+        _find(ApplyOrder.BARRIER)
 
 
 def test_the_model_finds_a_member_that_serves_after_its_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def forgetting(model: Model, member: Member) -> Member:
-        state = replace(member.state, mode=Mode.SERVING, prepared=None, undecided=False)
+        state = replace(member.state, mode=HostMode.SERVING, prepared=None, undecided=False)
         return replace(member, state=state, alive=True, view=None, serving=True)
 
     monkeypatch.setattr(Model, "restarted", forgetting)
     with pytest.raises(AssertionError, match="serve"):
-        _find(Kind.BARRIER)
+        _find(ApplyOrder.BARRIER)
 
 
 def test_the_model_finds_a_coordinator_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hasty(apply: Apply, *_: object, **_rest: object) -> Order | None:
-        return Decide(apply.step, COMMIT)
+    def hasty(_: DecisionPlan, state: DecisionState) -> Order:
+        return Decide(state.step, COMMIT)
 
     monkeypatch.setattr(decision_model, "next_order", hasty)
     with pytest.raises(AssertionError, match="has not said ready"):
-        _find(Kind.BARRIER)
+        _find(ApplyOrder.BARRIER)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", ApplyOrder)
 def test_the_model_finds_a_member_that_commits_what_is_prepared(
-    monkeypatch: pytest.MonkeyPatch, kind: Kind
+    monkeypatch: pytest.MonkeyPatch, kind: ApplyOrder
 ) -> None:
     def hasty(state: MemberState, history: History | None) -> Step:
         step = member_steps.next_step(state, history)
@@ -137,4 +149,4 @@ def test_the_model_finds_members_that_wait_for_a_dead_coordinator(
 
     monkeypatch.setattr(decision_model, "next_step", patient)
     with pytest.raises(AssertionError, match="it ends undecided"):
-        _find(Kind.BARRIER)
+        _find(ApplyOrder.BARRIER)

@@ -10,11 +10,18 @@ import pytest
 from tests.support.fleet_hosts import version
 from tests.support.fleet_tasks import LIMITS, in_format, until
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.decide import ApplyOrder, DecisionPlan, Verdict
 from weightsync_server.fleet import coordinator as coordinators
-from weightsync_server.fleet.decision import decide
-from weightsync_server.fleet.fleet_keys import decision_key, plan_key, roster_key
-from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict
-from weightsync_server.fleet.fleet_records import FORMAT, encode_plan, encode_roster, encode_verdict
+from weightsync_server.fleet.fleet_records import (
+    FORMAT,
+    decide,
+    decision_key,
+    encode_plan,
+    encode_roster,
+    encode_verdict,
+    plan_key,
+    roster_key,
+)
 
 if TYPE_CHECKING:
     from tests.support.fleet_tasks import Fleet
@@ -22,20 +29,17 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(30)
 
 
-@pytest.mark.parametrize("kind", Kind)
-async def test_an_apply_that_nobody_gets_ready_for_is_ended(fleet: Fleet, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ApplyOrder)
+async def test_an_apply_that_nobody_gets_ready_for_is_ended(fleet: Fleet, kind: ApplyOrder) -> None:
     await fleet.start("a", "b")
     await fleet.coordinator().apply(version(2), kind)
     # In a rolling apply "a" has gone to it by then, and goes back.
-    gate = fleet.hosts["b"].gate = asyncio.Event()
-    applying = asyncio.create_task(fleet.coordinator().apply(version(3), kind))
-    if kind is Kind.ROLLING:
+    applying, gate = await fleet.begin(3, kind, "b")
+    if kind is ApplyOrder.ROLLING:
         await fleet.until_serving(a=3, b=2)
-    else:
-        await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
     with pytest.raises(WeightSyncError, match="end it with `weightsync fleet abort`") as caught:
         await fleet.coordinator().rollback(kind)
-    done = int(kind is Kind.ROLLING)
+    done = int(kind is ApplyOrder.ROLLING)
     far = f"(to version 3, {done} of {done * 2 + 1} decisions)"
     assert f"apply 2 of the fleet runs {far}; wait for it" in caught.value.message
     ended = await fleet.coordinator().abort("it was the wrong one")
@@ -53,7 +57,7 @@ async def test_an_apply_that_nobody_gets_ready_for_is_ended(fleet: Fleet, kind: 
 async def test_nothing_that_runs_is_nothing_to_end(fleet: Fleet) -> None:
     await fleet.start("a")
     assert await fleet.coordinator().abort() is None
-    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
     assert await fleet.coordinator().abort() is None
     assert fleet.serving == {"a": 2}
 
@@ -72,9 +76,7 @@ async def test_what_was_decided_first_stays_decided(
         return await decide(*given, **more)  # type: ignore[arg-type]  # as it was called
 
     monkeypatch.setattr(coordinators, "decide", comes_second)
-    gate = fleet.hosts["b"].gate = asyncio.Event()
-    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
-    await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
+    applying, gate = await fleet.begin(2, ApplyOrder.BARRIER, "b")
     ending = asyncio.create_task(fleet.coordinator().abort())
     await asked.wait()
     gate.set()
@@ -101,9 +103,7 @@ async def test_a_wave_that_was_let_go_first_goes_back(
 
     monkeypatch.setattr(coordinators, "decide", overtaken_once)
     gate = fleet.hosts["a"].gate = asyncio.Event()
-    fleet.hosts["b"].gate = asyncio.Event()
-    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.ROLLING))
-    await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
+    applying, _ = await fleet.begin(2, ApplyOrder.ROLLING, "b")
     ending = asyncio.create_task(fleet.coordinator().abort())
     await until(lambda: steps)
     gate.set()
@@ -117,7 +117,7 @@ async def test_a_wave_that_was_let_go_first_goes_back(
 @pytest.mark.parametrize("damaged", [False, True], ids=["newer", "damaged"])
 async def test_one_that_cannot_be_read_is_ended_by_its_number(fleet: Fleet, damaged: bool) -> None:
     await fleet.start("a")
-    plan = FleetPlan(1, "n", Kind.BARRIER, version(2), version(1), (("a",),), 1)
+    plan = DecisionPlan(1, "n", ApplyOrder.BARRIER, version(2), version(1), (("a",),), 1)
     (part,) = encode_roster(plan.waves)
     await fleet.register.create(roster_key(plan.nonce, 0), part)
     body = encode_plan(plan, 1)
@@ -126,12 +126,14 @@ async def test_one_that_cannot_be_read_is_ended_by_its_number(fleet: Fleet, dama
     ended = await fleet.coordinator(LIMITS).abort()
     assert ended is not None
     assert (ended.number, ended.verdict) == (1, Verdict.ABORT)
-    assert (await fleet.coordinator().apply(version(3), Kind.BARRIER)).verdict is Verdict.COMMIT
+    assert (
+        await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
+    ).verdict is Verdict.COMMIT
     assert fleet.serving == {"a": 3}
 
 
 async def test_one_that_is_committed_and_cannot_be_read_is_not_ended(fleet: Fleet) -> None:
-    plan = FleetPlan(1, "n", Kind.BARRIER, version(2), version(1), (("a",),), 1)
+    plan = DecisionPlan(1, "n", ApplyOrder.BARRIER, version(2), version(1), (("a",),), 1)
     await fleet.register.create(plan_key(1), in_format(FORMAT + 1, encode_plan(plan, 1)))
     await fleet.register.create(decision_key(1, 1), encode_verdict(Verdict.COMMIT, "other"))
     with pytest.raises(WeightSyncError, match="this release knows 1 to") as caught:
@@ -141,7 +143,7 @@ async def test_one_that_is_committed_and_cannot_be_read_is_not_ended(fleet: Flee
 
 async def test_who_comes_second_with_a_plan_leaves_nothing(fleet: Fleet) -> None:
     first, second = (
-        FleetPlan(1, nonce, Kind.BARRIER, version(2), version(1), (("a",),), 1)
+        DecisionPlan(1, nonce, ApplyOrder.BARRIER, version(2), version(1), (("a",),), 1)
         for nonce in ("n1", "n2")
     )
     await fleet.coordinator()._write(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,111 +12,114 @@ import pytest
 from tests.support.fleet_hosts import version
 from tests.support.fleet_tasks import LIMITS, CutRegister, until
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.decide import ApplyOrder, DecisionPlan, Verdict
 from weightsync_server.fleet.coordinator import Coordinator
-from weightsync_server.fleet.decision import decide
-from weightsync_server.fleet.fleet_history import HistoryReader
-from weightsync_server.fleet.fleet_keys import decision_key, plan_key
-from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict
-from weightsync_server.fleet.fleet_records import encode_plan, encode_verdict
-from weightsync_server.fleet.member_steps import Prepare
-from weightsync_server.fleet_host.fleet_needs import FleetNeeds
+from weightsync_server.fleet.fleet_history import History, HistoryReader
+from weightsync_server.fleet.fleet_records import (
+    decide,
+    decision_key,
+    encode_plan,
+    encode_verdict,
+    plan_key,
+)
+from weightsync_server.fleet.plan_checks import previous_of
+from weightsync_server.fleet_host.fleet_service import FleetNeeds
 from weightsync_server.fleet_host.fleet_status import FleetStatusReader
 
 if TYPE_CHECKING:
     from tests.support.fleet_tasks import Fleet
-    from weightsync_server.fleet.coordinator import FleetProgress
+    from weightsync_server.decide import Reports
+    from weightsync_server.fleet.fleet_history import Apply
 
-pytestmark = pytest.mark.timeout(60)
 
-
-@pytest.mark.parametrize("kind", Kind)
-async def test_an_apply_is_live_on_every_member(fleet: Fleet, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ApplyOrder)
+async def test_an_apply_is_live_on_every_member(
+    fleet: Fleet, kind: ApplyOrder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "weightsync_server.fleet.coordinator")
     await fleet.start("a", "b", "c")
-    seen: list[FleetProgress] = []
-    coordinator = fleet.coordinator(on_progress=seen.append)
+    coordinator = fleet.coordinator()
     for number in (2, 3):
         outcome = await coordinator.apply(version(number), kind)
         assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ())
         assert fleet.serving == {"a": number, "b": number, "c": number}
     again = await coordinator.apply(version(3), kind)
     assert again.verdict is Verdict.COMMIT
-    assert seen[-1].done == 3
+    progress = [message for message in caplog.messages if "of the fleet:" in message]
+    assert progress[-1].endswith(" 3 done")
+    assert len(set(progress)) == len(progress), "each step is logged once"
     for host in fleet.hosts.values():
         paused = [what for what, _ in host.log].count("pause")
-        assert paused == (3 if kind is Kind.BARRIER else 0)
+        assert paused == (3 if kind is ApplyOrder.BARRIER else 0)
 
 
 async def test_a_key_is_one_apply_of_the_fleet(fleet: Fleet) -> None:
     await fleet.start("a", "b")
-    first = await fleet.coordinator().apply(version(2), Kind.BARRIER, key="k")
-    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER, key="k")) == first
-    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).number == first.number + 1
+    first = await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER, key="k")
+    assert (await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER, key="k")) == first
+    assert (
+        await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
+    ).number == first.number + 1
     with pytest.raises(WeightSyncError, match="use a key for one call only") as caught:
-        await fleet.coordinator().apply(version(3), Kind.BARRIER, key="k")
+        await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER, key="k")
     assert caught.value.reason is Reason.VERSION_CONFLICT
     with pytest.raises(WeightSyncError, match="use a key for one call only"):
-        await fleet.coordinator().rollback(Kind.BARRIER, key="k")
-    back = await fleet.coordinator().rollback(Kind.BARRIER, key="back")
-    assert await fleet.coordinator().rollback(Kind.BARRIER, key="back") == back
+        await fleet.coordinator().rollback(ApplyOrder.BARRIER, key="k")
+    back = await fleet.coordinator().rollback(ApplyOrder.BARRIER, key="back")
+    assert await fleet.coordinator().rollback(ApplyOrder.BARRIER, key="back") == back
     assert fleet.serving == {"a": 1, "b": 1}
 
 
-async def test_what_was_prepared_for_an_apply_that_is_not_to_be_is_let_go(fleet: Fleet) -> None:
-    await fleet.start("a", "b")
-    fleet.hosts["b"].refuses = {"prepare"}
-    outcome = await fleet.coordinator().apply(version(2), Kind.BARRIER)
-    assert outcome.verdict is Verdict.ABORT
-    await until(lambda: ("resume", 1) in fleet.hosts["a"].log)
-    assert fleet.serving == {"a": 1, "b": 1}
-
-
-async def test_in_a_barrier_all_stand_still_before_one_commits(fleet: Fleet) -> None:
-    await fleet.start("a", "b", "c")
-    serving_at_commit: list[dict[str, int]] = []
-    commit = fleet.hosts["b"].commit
-
-    async def watched(target: object) -> None:
-        serving_at_commit.append(fleet.serving)
-        await commit(target)  # type: ignore[arg-type]  # what it was given
-
-    fleet.hosts["b"].commit = watched  # type: ignore[method-assign]  # to look at all hosts then
-    await fleet.coordinator().apply(version(2), Kind.BARRIER)
-    (seen,) = serving_at_commit
-    assert 1 not in seen.values()
-
-
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", ApplyOrder)
 @pytest.mark.parametrize("what", ["prepare", "pause", "commit"])
-async def test_what_one_refuses(fleet: Fleet, kind: Kind, what: str) -> None:
+async def test_what_one_refuses(fleet: Fleet, kind: ApplyOrder, what: str) -> None:
     await fleet.start("a", "b", "c")
-    fleet.hosts["b"].refuses = {what}
-    outcome = await fleet.coordinator(replace(LIMITS, settle_s=0.5)).apply(version(2), kind)
-    if kind is Kind.BARRIER and what == "commit":
+    host, last = fleet.hosts["b"], fleet.members["c"]
+    host.refuses, host.gate = {what}, asyncio.Event()
+    coordinator = fleet.coordinator(replace(LIMITS, settle_s=2))
+    applying = asyncio.create_task(coordinator.apply(version(2), kind))
+    # An apply that is refused sooner finds nothing prepared elsewhere. The last one stays ready
+    # until the one before it is; the wave before both waits for neither.
+    await until(lambda: last.state.prepared is not None)
+    if kind is ApplyOrder.ROLLING:
+        await fleet.until_serving(a=2, b=1, c=1)
+    host.gate.set()
+    outcome = await applying
+    if kind is ApplyOrder.BARRIER and what == "commit":
         # It was decided: who cannot follow serves nothing, and goes on trying.
         assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ("b",))
         assert fleet.serving == {"a": 2, "b": 0, "c": 2}
         fleet.hosts["b"].refuses = set()
         await fleet.until_serving(a=2, b=2, c=2)
         return
-    if kind is Kind.ROLLING and what == "pause":
+    if kind is ApplyOrder.ROLLING and what == "pause":
         assert outcome.verdict is Verdict.COMMIT  # nobody is asked to
         return
     assert outcome.verdict is Verdict.ABORT
     assert f"{what} is refused" in outcome.reason
     await fleet.until_serving(a=1, b=1, c=1)
+    if what == "prepare":
+        # What another one has prepared is let go.
+        await until(lambda: ("resume", 1) in fleet.hosts["c"].log)
     # The wave before went, and came back by the decision.
     went = any(number == 2 for _, number in fleet.hosts["a"].log)
-    assert went == (kind is Kind.ROLLING and what == "commit")
+    assert went == (kind is ApplyOrder.ROLLING)
     assert all(number != 2 for _, number in fleet.hosts["c"].log)
 
 
-async def test_one_wave_at_a_time(fleet: Fleet) -> None:
+async def test_one_wave_at_a_time(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     await fleet.start("a", "b", "c", "d")
     steps: list[tuple[int, dict[str, int]]] = []
-    coordinator = fleet.coordinator(
-        on_progress=lambda now: steps.append((now.decided, fleet.serving))
-    )
-    await coordinator.apply(version(2), Kind.ROLLING, max_unavailable=2)
+    coordinator = fleet.coordinator()
+    read = coordinator._reports
+
+    async def noted(apply: Apply) -> Reports:
+        reports = await read(apply)
+        steps.append((len(apply.decisions), fleet.serving))
+        return reports
+
+    monkeypatch.setattr(coordinator, "_reports", noted)
+    await coordinator.apply(version(2), ApplyOrder.ROLLING, max_unavailable=2)
     assert {decided for decided, _ in steps} == {0, 1, 2, 3}
     for decided, serving in steps:
         if decided == 0:
@@ -125,19 +129,8 @@ async def test_one_wave_at_a_time(fleet: Fleet) -> None:
     assert fleet.serving == dict.fromkeys("abcd", 2)
 
 
-@pytest.mark.parametrize("kind", Kind)
-async def test_a_late_member_goes_to_what_was_decided(fleet: Fleet, kind: Kind) -> None:
-    await fleet.start("a", "b")
-    await fleet.coordinator().apply(version(2), kind)
-    await fleet.start("late")
-    await fleet.until_serving(a=2, b=2, late=2)
-    if kind is Kind.BARRIER:
-        # Not for a moment more on the old one than it took to read the register.
-        assert [what for what, _ in fleet.hosts["late"].log] == ["begin", "fence", "commit"]
-
-
-@pytest.mark.parametrize("kind", Kind)
-async def test_a_rollback_is_for_all_and_rejects_by_content(fleet: Fleet, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ApplyOrder)
+async def test_a_rollback_is_for_all_and_rejects_by_content(fleet: Fleet, kind: ApplyOrder) -> None:
     await fleet.start("a", "b")
     coordinator = fleet.coordinator()
     for number in (2, 3):
@@ -161,30 +154,13 @@ async def test_a_rollback_is_for_all_and_rejects_by_content(fleet: Fleet, kind: 
     assert fleet.serving == {"a": 5, "b": 5, "late": 5}
 
 
-async def test_a_rollback_rejects_also_without_its_coordinator(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await fleet.start("a")
-    for number in (2, 3):
-        await fleet.coordinator().apply(version(number), Kind.BARRIER)
-    coordinator = fleet.coordinator()
-
-    async def dies(*_: object) -> None:
-        raise asyncio.CancelledError
-
-    monkeypatch.setattr(coordinator, "_settled", dies)
-    with pytest.raises(asyncio.CancelledError):
-        await coordinator.rollback(Kind.BARRIER)
-    await until(lambda: version(3).digest in fleet.hosts["a"].rejected)
-    with pytest.raises(WeightSyncError, match="was rejected by a rollback"):
-        await fleet.coordinator().apply(replace(version(3), number=4), Kind.BARRIER)
-
-
 async def test_a_coordinator_goes_on_when_its_register_does(fleet: Fleet) -> None:
     await fleet.start("a", "b")
     gate = fleet.hosts["a"].gate = asyncio.Event()
     link = CutRegister(fleet.folder / "register")
-    applying = asyncio.create_task(Coordinator(link, "one", LIMITS).apply(version(2), Kind.BARRIER))
+    applying = asyncio.create_task(
+        Coordinator(link, "one", LIMITS).apply(version(2), ApplyOrder.BARRIER)
+    )
     await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
     link.cut = True
     gate.set()
@@ -197,17 +173,17 @@ async def test_a_coordinator_goes_on_when_its_register_does(fleet: Fleet) -> Non
 async def test_what_no_fleet_may_go_to_is_refused(fleet: Fleet) -> None:
     coordinator = fleet.coordinator()
     with pytest.raises(WeightSyncError, match="no member is in the fleet's register"):
-        await coordinator.apply(version(2), Kind.BARRIER)
+        await coordinator.apply(version(2), ApplyOrder.BARRIER)
     await fleet.start("a")
     with pytest.raises(WeightSyncError, match="0 members of a wave are none; let 1 or more"):
-        await coordinator.apply(version(3), Kind.ROLLING, max_unavailable=0)
-    await coordinator.apply(version(3), Kind.BARRIER)
+        await coordinator.apply(version(3), ApplyOrder.ROLLING, max_unavailable=0)
+    await coordinator.apply(version(3), ApplyOrder.BARRIER)
     for target, reason in (
         (version(2), Reason.VERSION_BELOW_LIVE),
         (replace(version(3), digest="f" * 32), Reason.VERSION_CONFLICT),
     ):
         with pytest.raises(WeightSyncError) as caught:
-            await coordinator.apply(target, Kind.BARRIER)
+            await coordinator.apply(target, ApplyOrder.BARRIER)
         assert caught.value.reason == reason
     assert fleet.serving == {"a": 3}
 
@@ -218,20 +194,24 @@ async def test_a_checkpoint_of_no_number_counts_as_older(fleet: Fleet) -> None:
     await fleet.hosts["a"].commit(local)
     await until(lambda: fleet.members["a"].announced_live == local)
     fleet.hosts["a"].refuses = {"prepare"}
-    assert (await fleet.coordinator().apply(version(2), Kind.ROLLING)).verdict is Verdict.ABORT
+    assert (
+        await fleet.coordinator().apply(version(2), ApplyOrder.ROLLING)
+    ).verdict is Verdict.ABORT
     fleet.hosts["a"].refuses = set()
-    assert (await fleet.coordinator().apply(version(2), Kind.ROLLING)).verdict is Verdict.COMMIT
-    assert (await fleet.coordinator().rollback(Kind.ROLLING)).target == local
-    assert (await fleet.coordinator().apply(version(3), Kind.ROLLING)).verdict is Verdict.COMMIT
+    assert (
+        await fleet.coordinator().apply(version(2), ApplyOrder.ROLLING)
+    ).verdict is Verdict.COMMIT
+    assert (await fleet.coordinator().rollback(ApplyOrder.ROLLING)).target == local
+    assert (
+        await fleet.coordinator().apply(version(3), ApplyOrder.ROLLING)
+    ).verdict is Verdict.COMMIT
 
 
 async def test_one_apply_at_a_time(fleet: Fleet) -> None:
     await fleet.start("a", "b")
-    gate = fleet.hosts["a"].gate = asyncio.Event()
-    first = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
-    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    first, gate = await fleet.begin(2, ApplyOrder.BARRIER, "a")
     with pytest.raises(WeightSyncError, match="apply 1 of the fleet runs") as caught:
-        await fleet.coordinator().apply(version(3), Kind.BARRIER)
+        await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
     assert caught.value.reason == Reason.APPLY_BUSY
     gate.set()
     assert (await first).verdict is Verdict.COMMIT
@@ -242,46 +222,10 @@ async def test_the_first_rolling_apply_needs_a_way_back(fleet: Fleet) -> None:
     await fleet.hosts["a"].commit(version(7))
     await until(lambda: fleet.members["a"].announced_live == version(7))
     with pytest.raises(WeightSyncError, match="make the first apply a barrier"):
-        await fleet.coordinator().apply(version(8), Kind.ROLLING)
-    assert (await fleet.coordinator().apply(version(8), Kind.BARRIER)).verdict is Verdict.COMMIT
-
-
-async def test_a_member_that_appears_meanwhile_stops_a_barrier(fleet: Fleet) -> None:
-    await fleet.start("a", "b")
-    gate = fleet.hosts["a"].gate = asyncio.Event()
-    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
-    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
-    await fleet.start("new")
-    gate.set()
-    outcome = await applying
-    assert (outcome.verdict, outcome.reason) == (
-        Verdict.ABORT,
-        "new appeared meanwhile; apply again",
-    )
-    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).verdict is Verdict.COMMIT
-    assert fleet.serving == {"a": 2, "b": 2, "new": 2}
-
-
-async def test_one_that_comes_in_a_barrier_prepares_and_serves_nothing(fleet: Fleet) -> None:
-    await fleet.start("a", "b")
-    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).verdict is Verdict.COMMIT
-    gate = fleet.hosts["a"].gate = asyncio.Event()
-    applying = asyncio.create_task(fleet.coordinator().apply(version(3), Kind.BARRIER))
-    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
-    # It holds version 1, and version 2 is decided.
-    await fleet.start("late")
-    await until(lambda: fleet.members["late"].state.prepared == Prepare(version(2)))
-    await asyncio.sleep(0.3)
-    assert fleet.serving["late"] == 0
-    gate.set()
-    outcome = await applying
-    assert (outcome.verdict, outcome.reason) == (
-        Verdict.ABORT,
-        "late appeared meanwhile; apply again",
-    )
-    await fleet.until_serving(a=2, b=2, late=2)
-    # That was known before any of them stood still.
-    assert "pause" not in {what for what, _ in fleet.hosts["b"].log[3:]}
+        await fleet.coordinator().apply(version(8), ApplyOrder.ROLLING)
+    assert (
+        await fleet.coordinator().apply(version(8), ApplyOrder.BARRIER)
+    ).verdict is Verdict.COMMIT
 
 
 async def test_a_barrier_is_not_committed_without_one_that_comes_in_that_moment(
@@ -295,13 +239,15 @@ async def test_a_barrier_is_not_committed_without_one_that_comes_in_that_moment(
         return await decide(*args, **given)  # type: ignore[arg-type]  # as it was called
 
     monkeypatch.setattr("weightsync_server.fleet.coordinator.decide", late)
-    outcome = await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    outcome = await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
     assert (outcome.verdict, outcome.reason) == (
         Verdict.ABORT,
         "late appeared meanwhile; apply again",
     )
     await fleet.until_serving(a=1, b=1, late=1)
-    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).verdict is Verdict.COMMIT
+    assert (
+        await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
+    ).verdict is Verdict.COMMIT
     assert fleet.serving == {"a": 2, "b": 2, "late": 2}
 
 
@@ -310,14 +256,16 @@ async def test_a_key_of_a_member_that_nobody_renews_is_waited_for_by_nobody(
 ) -> None:
     await fleet.register.create("members/zz", b"by hand")
     await fleet.start("a")
-    for kind, number in ((Kind.BARRIER, 2), (Kind.ROLLING, 3)):
+    for kind, number in ((ApplyOrder.BARRIER, 2), (ApplyOrder.ROLLING, 3)):
         outcome = await fleet.coordinator().apply(version(number), kind)
         assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ())
     assert "members/zz: no member's, for nobody renews it" in caplog.text
     (a, zz) = (await FleetStatusReader(fleet.register).status()).members
     assert (a.name, zz.name) == ("a", "zz")
     assert zz.state.startswith("no member: remove members/zz")
-    assert await FleetNeeds(fleet.register).contents() >= {version(3).digest}
+    needs = FleetNeeds("f")
+    needs.read(fleet.register)
+    assert await needs.contents() >= {version(3).digest}
 
 
 async def test_old_applies_go_and_what_comes_back_of_them_counts_for_nothing(fleet: Fleet) -> None:
@@ -325,55 +273,77 @@ async def test_old_applies_go_and_what_comes_back_of_them_counts_for_nothing(fle
     coordinator = fleet.coordinator()
     most = 0
     for number in range(2, 40):
-        await coordinator.apply(version(number), Kind.BARRIER)
+        await coordinator.apply(version(number), ApplyOrder.BARRIER)
         most = max(most, len(await fleet.register.list("")))
     # Each apply has 7 keys; three times as many as are kept, and what is on leases.
     assert most < 7 * 3 * 8 + 10
     history = await HistoryReader(fleet.register).read()
     assert history.floor > 1
     # A coordinator that was frozen since then wakes up.
-    plan = FleetPlan(1, "n", Kind.BARRIER, version(99), None, (("a",),), 1)
+    plan = DecisionPlan(1, "n", ApplyOrder.BARRIER, version(99), None, (("a",),), 1)
     await fleet.register.create(plan_key(1), encode_plan(plan, 1))
     await fleet.register.create(decision_key(1, 1), encode_verdict(Verdict.COMMIT, "frozen"))
     assert await HistoryReader(fleet.register).read() == history
-    assert (await coordinator.rollback(Kind.BARRIER)).target == version(38)
+    assert (await coordinator.rollback(ApplyOrder.BARRIER)).target == version(38)
 
 
 async def test_what_is_decided_against_goes_and_a_rollback_s_key_stays(fleet: Fleet) -> None:
     await fleet.start("a")
     for number in (2, 3):
-        await fleet.coordinator().apply(version(number), Kind.BARRIER)
-    back = await fleet.coordinator().rollback(Kind.BARRIER, key="once")
+        await fleet.coordinator().apply(version(number), ApplyOrder.BARRIER)
+    back = await fleet.coordinator().rollback(ApplyOrder.BARRIER, key="once")
     assert (back.target, fleet.serving) == (version(2), {"a": 2})
-    await fleet.coordinator().apply(version(4), Kind.BARRIER)
+    await fleet.coordinator().apply(version(4), ApplyOrder.BARRIER)
     fleet.hosts["a"].refuses = {"prepare"}
     most = 0
     for number in range(5, 40):
         # One coordinator each, as one call of the fleet each.
-        outcome = await fleet.coordinator().apply(version(number), Kind.BARRIER)
+        outcome = await fleet.coordinator().apply(version(number), ApplyOrder.BARRIER)
         assert outcome.verdict is Verdict.ABORT
         most = max(most, len(await fleet.register.list("")))
     fleet.hosts["a"].refuses = set()
     # Of four commits and twice as many aborted ones as are kept, and what is on leases.
     assert most < 7 * 4 + 5 * 2 * 8 + 10
     for number in range(40, 60):
-        await fleet.coordinator().apply(version(number), Kind.BARRIER)
+        await fleet.coordinator().apply(version(number), ApplyOrder.BARRIER)
     history = await HistoryReader(fleet.register).read()
     assert history.floor > back.number
-    again = await fleet.coordinator().rollback(Kind.BARRIER, key="once")
+    again = await fleet.coordinator().rollback(ApplyOrder.BARRIER, key="once")
     assert (again.number, again.verdict, again.target) == (back.number, back.verdict, version(2))
     assert fleet.serving == {"a": 59}
 
 
 async def test_marks_that_say_nothing_any_more_go(fleet: Fleet) -> None:
     await fleet.start("a")
-    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
     for _ in range(8):
-        await fleet.coordinator().apply(version(3), Kind.BARRIER, clears=True)
-        await fleet.coordinator().rollback(Kind.BARRIER)
+        await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER, clears=True)
+        await fleet.coordinator().rollback(ApplyOrder.BARRIER)
     for number in range(4, 40):
-        await fleet.coordinator().apply(version(number), Kind.BARRIER)
+        await fleet.coordinator().apply(version(number), ApplyOrder.BARRIER)
     rejected = await fleet.register.list("rejected/")
     assert len(rejected) == 2, rejected
     with pytest.raises(WeightSyncError, match="was rejected by a rollback"):
-        await fleet.coordinator().apply(replace(version(3), number=90), Kind.BARRIER)
+        await fleet.coordinator().apply(replace(version(3), number=90), ApplyOrder.BARRIER)
+
+
+async def test_a_rolling_apply_without_a_way_back_is_refused(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a", "b")
+    for host in fleet.hosts.values():
+        # Its engines do not tell yet what they hold.
+        monkeypatch.setattr(host, "live", lambda: None)
+    await until(lambda: all(one.announced_live is None for one in fleet.members.values()))
+    with pytest.raises(WeightSyncError, match="make the first apply a barrier") as caught:
+        await fleet.coordinator().apply(version(2), ApplyOrder.ROLLING)
+    assert caught.value.reason is Reason.NO_ROLLBACK
+    assert await fleet.register.get(plan_key(1)) is None
+
+
+def test_what_nobody_can_tell_is_no_way_back_over_damage() -> None:
+    damaged = History(
+        unreadable="damaged", unreadable_number=1, unreadable_commits=True, unreadable_decided=True
+    )
+    with pytest.raises(WeightSyncError, match="or do not tell which"):
+        previous_of(damaged, {"a": None, "b": None}, ApplyOrder.BARRIER)

@@ -6,11 +6,17 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tests.support.fleet_hosts import version
-from weightsync_server.fleet.fleet_history import _READ_AGAIN, HistoryReader
-from weightsync_server.fleet.fleet_keys import decision_key, plan_key, roster_key
-from weightsync_server.fleet.fleet_plan import FleetPlan, Kind, Verdict, divide
-from weightsync_server.fleet.fleet_records import encode_plan, encode_roster, encode_verdict
-from weightsync_server.register.folder_register import FolderRegister
+from weightsync_server.coordination.folder_keys import FolderKeys
+from weightsync_server.decide import ApplyOrder, DecisionPlan, Verdict, divide
+from weightsync_server.fleet.fleet_history import _READ_AGAIN, HistoryReader, parse_history
+from weightsync_server.fleet.fleet_records import (
+    decision_key,
+    encode_plan,
+    encode_roster,
+    encode_verdict,
+    plan_key,
+    roster_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
 _MEMBERS = [f"host{number:03}" for number in range(20)]
 
 
-class _Counting(FolderRegister):
+class _Counting(FolderKeys):
     """Counts what its callers are sent.
 
     Attributes:
@@ -34,7 +40,7 @@ class _Counting(FolderRegister):
         return found
 
 
-class _Slow(FolderRegister):
+class _Slow(FolderKeys):
     """Answers the next call with what is there now, once it is told to.
 
     Attributes:
@@ -56,11 +62,11 @@ class _Slow(FolderRegister):
         return found
 
 
-async def _decided(register: FolderRegister, number: int) -> None:
+async def _decided(register: FolderKeys, number: int) -> None:
     """Commit an apply of one wave."""
-    waves = divide(_MEMBERS, Kind.ROLLING, len(_MEMBERS))
-    plan = FleetPlan(
-        number, f"n{number}", Kind.ROLLING, version(number + 1), version(number), waves, 1
+    waves = divide(_MEMBERS, ApplyOrder.ROLLING, len(_MEMBERS))
+    plan = DecisionPlan(
+        number, f"n{number}", ApplyOrder.ROLLING, version(number + 1), version(number), waves, 1
     )
     (part,) = encode_roster(plan.waves)
     await register.create(roster_key(plan.nonce, 0), part)
@@ -68,13 +74,13 @@ async def _decided(register: FolderRegister, number: int) -> None:
     await register.create(decision_key(number, 1), encode_verdict(Verdict.COMMIT, "a"))
 
 
-async def _apply(register: FolderRegister, reader: HistoryReader, number: int) -> int:
+async def _apply(register: FolderKeys, reader: HistoryReader, number: int) -> int:
     """Decide on a rolling apply, wave by wave; return the bytes of a member's readings."""
-    counting = reader._register
+    counting = reader._coordination
     assert isinstance(counting, _Counting)
-    waves = divide(_MEMBERS, Kind.ROLLING, 1)
-    plan = FleetPlan(
-        number, f"n{number}", Kind.ROLLING, version(number + 1), version(number), waves, 21
+    waves = divide(_MEMBERS, ApplyOrder.ROLLING, 1)
+    plan = DecisionPlan(
+        number, f"n{number}", ApplyOrder.ROLLING, version(number + 1), version(number), waves, 21
     )
     (part,) = encode_roster(plan.waves)
     before = counting.sent
@@ -91,7 +97,7 @@ async def _apply(register: FolderRegister, reader: HistoryReader, number: int) -
 
 
 async def test_the_ninth_rolling_apply_costs_what_the_first_did(tmp_path: Path) -> None:
-    register, counting = FolderRegister(tmp_path), _Counting(tmp_path)
+    register, counting = FolderKeys(tmp_path), _Counting(tmp_path)
     reader = HistoryReader(counting)
     costs = [await _apply(register, reader, number) for number in range(1, 10)]
     # A first reading of the next apply still has what ended the one before.
@@ -130,3 +136,33 @@ async def test_readings_that_overlap_where_all_is_read_anew_have_all_that_counts
     assert len(whole.applies) == _READ_AGAIN
     assert await slow == whole
     assert await reader.read() == whole
+
+
+def test_a_decision_before_one_that_was_read_is_no_register_that_was_put_back() -> None:
+    waves = (("a",), ("b",))
+    plan = DecisionPlan(1, "n", ApplyOrder.ROLLING, version(2), version(1), waves, 3)
+    keys = {
+        plan_key(1): encode_plan(plan, 1),
+        decision_key(1, 1): encode_verdict(Verdict.COMMIT, "x", nonce="n"),
+        decision_key(1, 3): encode_verdict(Verdict.COMMIT, "x", nonce="another"),
+    }
+    seen = parse_history(keys, None).seen
+    keys[decision_key(1, 2)] = encode_verdict(Verdict.COMMIT, "x", nonce="n")
+    assert parse_history(keys, None).lacks(seen) == ""
+
+
+async def test_a_part_of_a_roster_is_not_the_roster(tmp_path: Path) -> None:
+    register = FolderKeys(tmp_path)
+    names = [f"{'m' * 60}{at:03}" for at in range(70)]
+    waves = divide(names, ApplyOrder.ROLLING, 1)
+    plan = DecisionPlan(1, "n", ApplyOrder.ROLLING, version(2), version(1), waves, 71)
+    parts = encode_roster(waves)
+    assert len(parts) > 1
+    await register.create(plan_key(1), encode_plan(plan, len(parts)))
+    reader = HistoryReader(register)
+    # Another apply may have followed it: its waves are not read with it.
+    (apply,) = parse_history(await register.list("applies/"), None).applies
+    for at, part in enumerate(parts):
+        assert not (await reader.whole(apply)).plan.waves
+        await register.create(roster_key("n", at), part)
+    assert (await reader.whole(apply)).plan == plan

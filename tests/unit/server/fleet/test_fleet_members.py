@@ -13,15 +13,18 @@ from tests.support.fleet_hosts import FileHost, make_member, version
 from tests.support.fleet_tasks import LIMITS, until
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fleet.decision import decide
-from weightsync_server.fleet.fleet_history import HistoryReader
-from weightsync_server.fleet.fleet_keys import MEMBERS, decision_key, member_key
-from weightsync_server.fleet.fleet_limits import FleetLimits
-from weightsync_server.fleet.fleet_plan import FleetVersion, Kind, Verdict
-from weightsync_server.fleet.fleet_records import encode_verdict
+from weightsync_server.coordination.folder_keys import FolderKeys
+from weightsync_server.decide import ApplyOrder, FleetVersion, Verdict
+from weightsync_server.fleet.fleet_history import HistoryReader, Seen
+from weightsync_server.fleet.fleet_records import (
+    MEMBERS,
+    decide,
+    decision_key,
+    encode_verdict,
+    member_key,
+)
 from weightsync_server.fleet.member_journal import MemberJournal
-from weightsync_server.fleet.member_steps import Mode
-from weightsync_server.register.folder_register import FolderRegister
+from weightsync_server.fleet.member_steps import HostMode
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +48,9 @@ async def paused_without_link(
         return await decide(*args, **given)  # type: ignore[arg-type,return-value]  # as it was called
 
     monkeypatch.setattr("weightsync_server.fleet.coordinator.decide", cut_first)
-    outcome = await fleet.coordinator(replace(LIMITS, settle_s=0.2)).apply(version(2), Kind.BARRIER)
+    outcome = await fleet.coordinator(replace(LIMITS, settle_s=0.2)).apply(
+        version(2), ApplyOrder.BARRIER
+    )
     assert outcome.verdict is verdict
 
 
@@ -56,8 +61,8 @@ async def test_one_that_cannot_learn_the_decision_fences_itself(
     await paused_without_link(fleet, monkeypatch, verdict)
     decided = 2 if verdict is Verdict.COMMIT else 1
     await fleet.until_serving(a=decided, b=0, c=decided)
-    assert _mode(fleet, "b") is Mode.PAUSED
-    await until(lambda: _mode(fleet, "b") is Mode.FENCED)
+    assert _mode(fleet, "b") is HostMode.PAUSED
+    await until(lambda: _mode(fleet, "b") is HostMode.FENCED)
     await asyncio.sleep(0.5)
     assert fleet.serving["b"] == 0
     fleet.links["b"].cut = False
@@ -82,9 +87,7 @@ async def test_one_that_comes_back_undecided_serves_nothing_until_it_knows(
 async def test_a_report_that_was_not_taken_is_made_again(fleet: Fleet) -> None:
     limits = replace(LIMITS, undecided_s=10.0)
     await fleet.start("a", "b", limits=limits)
-    gate = fleet.hosts["b"].gate = asyncio.Event()
-    applying = asyncio.create_task(fleet.coordinator(limits).apply(version(2), Kind.BARRIER))
-    await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
+    applying, gate = await fleet.begin(2, ApplyOrder.BARRIER, "b", limits)
     fleet.links["b"].cut = True
     gate.set()
     await asyncio.sleep(1)
@@ -110,10 +113,12 @@ async def test_a_host_is_asked_for_one_thing_at_a_time(
             running.remove(target)
 
     monkeypatch.setattr(host, "prepare", prepare)
-    first = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
+    first = asyncio.create_task(fleet.coordinator().apply(version(2), ApplyOrder.BARRIER))
     await until(lambda: running)
     await fleet.register.create(decision_key(1, 1), encode_verdict(Verdict.ABORT, "other"))
-    assert (await fleet.coordinator().apply(version(3), Kind.BARRIER)).verdict is Verdict.COMMIT
+    assert (
+        await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
+    ).verdict is Verdict.COMMIT
     assert (await first).verdict is Verdict.ABORT
     assert set(most) == {1}
     assert len(most) == 2
@@ -123,7 +128,7 @@ async def test_a_host_is_asked_for_one_thing_at_a_time(
 async def test_one_that_stood_still_does_not_commit_what_was_decided_before(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, cut: bool
 ) -> None:
-    limits = replace(LIMITS, settle_s=0.2)
+    limits = replace(LIMITS, settle_s=2)
     await fleet.start("a", "b", "c")
     held, goes_on = asyncio.Event(), asyncio.Event()
     commit = fleet.members["b"]._journal.stop
@@ -139,11 +144,11 @@ async def test_one_that_stood_still_does_not_commit_what_was_decided_before(
             fleet.links["b"].cut = cut
 
     monkeypatch.setattr(fleet.members["b"]._journal, "stop", stand_still)
-    outcome = await fleet.coordinator(limits).apply(version(2), Kind.BARRIER)
+    outcome = await fleet.coordinator(limits).apply(version(2), ApplyOrder.BARRIER)
     assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ("b",))
     await held.wait()
     await until(lambda: _gone(fleet, "b"))
-    assert (await fleet.coordinator(limits).apply(version(3), Kind.BARRIER)).lagging == ()
+    assert (await fleet.coordinator(limits).apply(version(3), ApplyOrder.BARRIER)).lagging == ()
     goes_on.set()
     if cut:
         await asyncio.sleep(1)
@@ -171,7 +176,7 @@ async def test_a_host_goes_over_only_while_others_wait_for_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(fleet.hosts["a"], "commit", commit)
-        await fleet.coordinator(replace(LIMITS, settle_s=0.1)).apply(version(2), Kind.BARRIER)
+        await fleet.coordinator(replace(LIMITS, settle_s=0.1)).apply(version(2), ApplyOrder.BARRIER)
         await until(lambda: left)
     assert 0 < left[0] <= 1
     await fleet.until_serving(a=2)
@@ -183,22 +188,22 @@ async def test_a_host_goes_over_only_while_others_wait_for_it(
 
 async def test_of_two_with_one_name_the_later_one_serves(fleet: Fleet) -> None:
     await fleet.start("a")
-    register = FolderRegister(fleet.folder / "register")
+    register = FolderKeys(fleet.folder / "register")
     other = make_member(register, fleet.folder / "elsewhere" / "a", LIMITS)
     following = asyncio.create_task(other.run())
     await fleet.until_serving(a=0)
     assert "fence" in {what for what, _ in fleet.hosts["a"].log}
-    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).lagging == ()
+    assert (await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)).lagging == ()
     await asyncio.sleep(1.5)
     host = FileHost(fleet.folder / "elsewhere" / "a")
     assert (host.serves, fleet.serving["a"]) == (2, 0)
-    assert (await fleet.coordinator().apply(version(3), Kind.ROLLING)).lagging == ()
+    assert (await fleet.coordinator().apply(version(3), ApplyOrder.ROLLING)).lagging == ()
     assert (host.serves, fleet.serving["a"]) == (3, 0)
     following.cancel()
     await asyncio.wait({following})
     # Its name is its own again.
     await fleet.until_serving(a=3)
-    assert (await fleet.coordinator().apply(version(4), Kind.BARRIER)).lagging == ()
+    assert (await fleet.coordinator().apply(version(4), ApplyOrder.BARRIER)).lagging == ()
     assert fleet.serving["a"] == 4
 
 
@@ -224,10 +229,10 @@ async def test_a_host_behind_serves_as_far_as_max_skew(
 ) -> None:
     await fleet.start("a")
     await fleet.start("b", limits=replace(LIMITS, max_skew=max_skew))
-    await fleet.coordinator().apply(version(2), Kind.ROLLING)
+    await fleet.coordinator().apply(version(2), ApplyOrder.ROLLING)
     await fleet.kill("b")
     await until(lambda: _gone(fleet, "b"))
-    await fleet.coordinator().apply(version(3), Kind.ROLLING)
+    await fleet.coordinator().apply(version(3), ApplyOrder.ROLLING)
     await fleet.start("b", limits=replace(LIMITS, max_skew=max_skew))
     await fleet.until_serving(a=3, b=3)
     behind = [what for what, _ in fleet.hosts["b"].log[2:]]
@@ -236,9 +241,7 @@ async def test_a_host_behind_serves_as_far_as_max_skew(
 
 async def test_members_abort_what_their_coordinator_left(fleet: Fleet) -> None:
     await fleet.start("a", "b")
-    gate = fleet.hosts["a"].gate = asyncio.Event()
-    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
-    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    applying, gate = await fleet.begin(2, ApplyOrder.BARRIER, "a")
     applying.cancel()
     await asyncio.wait({applying})
     reader = HistoryReader(fleet.register)
@@ -248,15 +251,14 @@ async def test_members_abort_what_their_coordinator_left(fleet: Fleet) -> None:
         await asyncio.sleep(0.05)
     assert (newest.outcome, newest.reason) == (Verdict.ABORT, "its coordinator is gone")
     gate.set()
-    assert (await fleet.coordinator().apply(version(3), Kind.BARRIER)).verdict is Verdict.COMMIT
+    again = await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
+    assert again.verdict is Verdict.COMMIT
     assert fleet.serving == {"a": 3, "b": 3}
 
 
 async def test_another_coordinator_takes_a_plan_over(fleet: Fleet) -> None:
     await fleet.start("a", "b", limits=replace(LIMITS, grace_s=30.0))
-    gate = fleet.hosts["a"].gate = asyncio.Event()
-    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.ROLLING))
-    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    applying, gate = await fleet.begin(2, ApplyOrder.ROLLING, "a")
     applying.cancel()
     await asyncio.wait({applying})
     gate.set()
@@ -264,9 +266,9 @@ async def test_another_coordinator_takes_a_plan_over(fleet: Fleet) -> None:
     assert fleet.serving == {"a": 2, "b": 2}
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", ApplyOrder)
 async def test_a_member_that_is_not_ready_in_time_aborts_the_apply(
-    fleet: Fleet, kind: Kind
+    fleet: Fleet, kind: ApplyOrder
 ) -> None:
     await fleet.start("a", "b")
     fleet.hosts["b"].gate = asyncio.Event()
@@ -276,15 +278,12 @@ async def test_a_member_that_is_not_ready_in_time_aborts_the_apply(
     await fleet.until_serving(a=1, b=1)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", ApplyOrder)
 async def test_a_member_that_dies_before_it_is_ready_is_not_waited_for(
-    fleet: Fleet, kind: Kind
+    fleet: Fleet, kind: ApplyOrder
 ) -> None:
     await fleet.start("a", "b")
-    fleet.hosts["b"].gate = asyncio.Event()
-    coordinator = fleet.coordinator(replace(LIMITS, prepare_s=3600.0))
-    applying = asyncio.create_task(coordinator.apply(version(2), kind))
-    await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
+    applying, _ = await fleet.begin(2, kind, "b", replace(LIMITS, prepare_s=3600.0))
     await fleet.kill("b")
     outcome = await applying
     assert outcome.verdict is Verdict.ABORT
@@ -295,23 +294,23 @@ async def test_a_member_that_dies_before_it_is_ready_is_not_waited_for(
 
 async def test_a_register_that_was_emptied_is_not_followed(fleet: Fleet) -> None:
     await fleet.start("a")
-    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
     for file in (fleet.folder / "register" / "records").iterdir():
         file.unlink()
     await until(lambda: "it was emptied or put back" in fleet.members["a"].view.why)
     assert fleet.serving == {"a": 2}
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", ApplyOrder)
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after it is ready"])
 async def test_one_whose_disk_is_full_says_so(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, kind: Kind, late: bool
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, kind: ApplyOrder, late: bool
 ) -> None:
     await fleet.start("a", "b")
-    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
     journal = fleet.members["b"]._journal
 
-    async def full(stopped_in: int, seen: int) -> None:
+    async def full(stopped_in: int, seen: Seen) -> None:
         if (stopped_in, seen) != (journal.stopped_in, journal.seen) and not (
             late and not stopped_in
         ):
@@ -330,10 +329,10 @@ async def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     journal = MemberJournal(path)
     await journal.stop(0)
     assert MemberJournal(path).stopped_in
-    await journal.see(7)
+    await journal.see(Seen(7))
     await journal.stop(0)
     again = MemberJournal(path)
-    assert (again.seen, again.stopped_in) == (7, 7)
+    assert (again.seen, again.stopped_in) == (Seen(7), 7)
     await again.serve()
     assert MemberJournal(path).stopped_in == 0
     path.write_text("{}")
@@ -342,26 +341,11 @@ async def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     assert caught.value.reason == Reason.DATA_CORRUPT
     shutil.rmtree(tmp_path)
     with pytest.raises(WeightSyncError, match=r"writing .* failed"):
-        await again.see(8)
-    assert again.seen == 7
+        await again.see(Seen(8))
+    assert again.seen == Seen(7)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"undecided_s": 0}, "above 0"),
-        ({"max_skew": -1}, "above 0"),
-        ({"max_age_s": -1.0}, "above 0"),
-        ({"member_ttl_s": 0}, "a whole second or more"),
-        ({"max_age_s": 1.0}, "less than two readings"),
-    ],
-)
-def test_limits_that_cannot_be_are_refused(wrong: dict[str, float], sentence: str) -> None:
-    with pytest.raises(WeightSyncError, match=sentence):
-        FleetLimits(**wrong)  # type: ignore[arg-type]  # fields of both kinds
-
-
-def _mode(fleet: Fleet, name: str) -> Mode:
+def _mode(fleet: Fleet, name: str) -> HostMode:
     return fleet.members[name].state.mode
 
 
@@ -382,6 +366,7 @@ async def test_one_that_is_begun_anew_is_there_and_was_not_meanwhile(
     with monkeypatch.context() as broken:
         broken.setattr(member.view, "_read_once", fail)
         await until(fleet._tasks["a"].done)
+    assert fleet._tasks["a"].exception()
     assert not (await fleet.register.members(MEMBERS)).alive
     # Nobody has seen it since, whatever time it had left.
     assert not member.view.presence.counts
@@ -392,3 +377,80 @@ async def test_one_that_is_begun_anew_is_there_and_was_not_meanwhile(
     assert membership is not None
     assert not membership.is_seen_since(before)
     await fleet.until_serving(a=1)
+
+
+async def test_a_fault_of_its_reading_is_a_register_that_is_away(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a", limits=replace(LIMITS, max_age_s=1.0))
+    member = fleet.members["a"]
+    with monkeypatch.context() as broken:
+        broken.setattr(member.view._reader, "read", _fail)
+        await until(lambda: "a fault of this server (ValueError('x'))" in member.view.why)
+        assert list((await fleet.register.members(MEMBERS)).alive) == [member_key("a")]
+        assert not fleet._tasks["a"].done()
+        await fleet.until_serving(a=0)
+    await fleet.until_serving(a=1)
+
+
+async def _fail(*_: object) -> None:
+    raise ValueError("x")
+
+
+async def test_a_fault_of_a_step_is_tried_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a")
+    with monkeypatch.context() as broken:
+        broken.setattr(fleet.hosts["a"], "prepare", _fail)
+        outcome = await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
+    assert (outcome.verdict, outcome.reason) == (Verdict.ABORT, "a is not prepared: x")
+    await until(lambda: fleet.serving == {"a": 1})
+    assert not fleet._tasks["a"].done()
+    assert (await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)).lagging == ()
+
+
+async def test_one_whose_loop_ends_serves_nothing_before_it_is_gone(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a")
+    member, served = fleet.members["a"], []
+    close = member.view.presence.close
+
+    async def see() -> None:
+        served.append(fleet.serving["a"])
+        await close()
+
+    def fail(*_: object) -> None:
+        raise ValueError("x")
+
+    monkeypatch.setattr(member.view.presence, "close", see)
+    with monkeypatch.context() as broken:
+        broken.setattr("weightsync_server.fleet.fleet_member.next_step", fail)
+        await until(fleet._tasks["a"].done)
+    assert fleet._tasks["a"].exception()
+    assert served == [0]
+    assert not (await fleet.register.members(MEMBERS)).alive
+    fleet._tasks["a"] = asyncio.create_task(member.run())
+    await fleet.until_serving(a=1)
+
+
+async def test_who_is_behind_goes_first_to_what_was_decided(fleet: Fleet) -> None:
+    limits = replace(LIMITS, prepare_s=60.0)
+    await fleet.start("a", "c", limits=limits)
+    await fleet.coordinator(limits).apply(version(2), ApplyOrder.BARRIER)
+    fleet.freeze("c")
+    await until(lambda: fleet.register._members.read("members+c") is None)
+    await fleet.coordinator(limits).apply(version(3), ApplyOrder.BARRIER)
+    gate = fleet.hosts["a"].gate = asyncio.Event()
+    # It is seen, and reads nothing yet.
+    fleet.thaw("c")
+    fleet.links["c"].cut = True
+    await until(lambda: fleet.register._members.read("members+c"))
+    applying = asyncio.create_task(fleet.coordinator(limits).apply(version(4), ApplyOrder.ROLLING))
+    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    fleet.links["c"].cut = False
+    await fleet.until_serving(a=3, c=3)
+    gate.set()
+    assert (await applying).verdict is Verdict.COMMIT
+    await fleet.until_serving(a=4, c=4)

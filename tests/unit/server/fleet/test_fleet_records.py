@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.support.fleet_tasks import in_format
 from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fleet.fleet_plan import (
-    FleetPlan,
+from weightsync_server.coordination.coordination import MAX_VALUE_BYTES
+from weightsync_server.decide import (
+    ApplyOrder,
+    DecisionPlan,
     FleetVersion,
-    Kind,
-    MemberReport,
+    ParticipantReport,
     Verdict,
     divide,
 )
@@ -30,8 +32,7 @@ from weightsync_server.fleet.fleet_records import (
     encode_roster,
     encode_verdict,
 )
-from weightsync_server.register.register import MAX_VALUE_BYTES
-from weightsync_server.store.documents import decode_document, encode_document
+from weightsync_server.store.store_records import decode_document, encode_document
 
 #: As the first release with fleets wrote it.
 _FIRST = (
@@ -43,15 +44,15 @@ _FIRST = (
 OLD, NEW = FleetVersion(1, "0" * 32), FleetVersion(2**53 - 1, "f" * 32)
 
 
-def planned(kind: Kind, members: int, size: int) -> FleetPlan:
+def planned(kind: ApplyOrder, members: int, size: int) -> DecisionPlan:
     names = [f"{'m' * 58}{number:06}" for number in range(members)]
     waves = divide(names, kind, size)
-    return FleetPlan(7, "a" * 16, kind, NEW, OLD, waves, len(waves), "0" * 32)
+    return DecisionPlan(7, "a" * 16, kind, NEW, OLD, waves, len(waves), "0" * 32)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", ApplyOrder)
 @pytest.mark.parametrize(("members", "size"), [(1, 1), (3, 1), (1000, 1), (1000, 7), (1000, 400)])
-def test_a_plan_of_any_size_fits_and_comes_back(kind: Kind, members: int, size: int) -> None:
+def test_a_plan_of_any_size_fits_and_comes_back(kind: ApplyOrder, members: int, size: int) -> None:
     plan = planned(kind, members, size)
     parts = encode_roster(plan.waves)
     body = encode_plan(plan, len(parts))
@@ -69,8 +70,8 @@ def test_small_records_come_back() -> None:
     long = "ä" * 5000
     assert decode_verdict(encode_verdict(Verdict.COMMIT, "m1")) == (Verdict.COMMIT, "")
     assert decode_verdict(encode_verdict(Verdict.ABORT, "m1", long))[0] is Verdict.ABORT
-    assert decode_report(encode_report(MemberReport(ok=True))) == MemberReport(ok=True)
-    report = decode_report(encode_report(MemberReport(ok=False, reason=long)))
+    assert decode_report(encode_report(ParticipantReport(ok=True))) == ParticipantReport(ok=True)
+    report = decode_report(encode_report(ParticipantReport(ok=False, reason=long)))
     assert not report.ok
     assert long.startswith(report.reason)
     assert decode_member(encode_member(NEW, "serving", "a:1")) == (NEW, "serving", "a:1")
@@ -81,7 +82,7 @@ def test_small_records_come_back() -> None:
 
 @pytest.mark.parametrize("number", [0, 4, "2", None])
 def test_another_format_is_refused_and_not_guessed(number: object) -> None:
-    plan = planned(Kind.BARRIER, 3, 1)
+    plan = planned(ApplyOrder.BARRIER, 3, 1)
     others = encode_plan(plan, 1), encode_verdict(Verdict.COMMIT, "m1")
     for decode, value in zip((decode_plan, decode_verdict), others, strict=True):
         with pytest.raises(WeightSyncError, match=f"has format {number!r}, this rel") as caught:
@@ -90,22 +91,37 @@ def test_another_format_is_refused_and_not_guessed(number: object) -> None:
     assert "knows 1 to 3; update this member" in caught.value.message
 
 
-def test_only_a_pause_that_is_chosen_needs_the_newer_format() -> None:
-    plan = planned(Kind.ROLLING, 3, 1)
-    chosen = replace(plan, pause=PauseSpec("wait", clear_cache=False, wait_timeout_s=2.5))
-    plain, newer = (decode_document(encode_plan(one, 1)) for one in (plan, chosen))
-    assert (plain["format"], newer["format"]) == (1, 2)
-    assert decode_plan(encode_plan(chosen, 1)).pause == chosen.pause
+@pytest.mark.parametrize(
+    ("number", "chosen"),
+    [
+        (1, {}),
+        (1, {"rejects": "3" * 32, "reason": "bad answers"}),
+        (2, {"pause": PauseSpec("wait", clear_cache=False, wait_timeout_s=2.5)}),
+        (3, {"clears": True}),
+    ],
+    ids=["nothing", "a reason", "a pause", "clearing"],
+)
+def test_a_plan_has_the_oldest_format_that_says_it(number: int, chosen: dict[str, Any]) -> None:
+    plan = replace(planned(ApplyOrder.ROLLING, 3, 1), **chosen)
+    body = encode_plan(plan, 1)
+    assert body == in_format(number, body)
+    assert decode_plan(body) == replace(plan, waves=())
+
+
+@pytest.mark.parametrize("letter", ["x", "\x01", "\U0001f600"])
+def test_whatever_a_reason_is_written_in_it_fits(letter: str) -> None:
+    plan = replace(planned(ApplyOrder.BARRIER, 1, 1), key="k" * 128, reason=1024 * letter)
+    assert len(encode_plan(plan, 1)) <= MAX_VALUE_BYTES
 
 
 def test_a_plan_of_the_first_release_is_read() -> None:
-    assert decode_plan(_FIRST) == FleetPlan(
-        7, "a" * 16, Kind.BARRIER, FleetVersion(2, "b" * 32), FleetVersion(1, "c" * 32), (), 1
+    assert decode_plan(_FIRST) == DecisionPlan(
+        7, "a" * 16, ApplyOrder.BARRIER, FleetVersion(2, "b" * 32), FleetVersion(1, "c" * 32), (), 1
     )
 
 
 def test_a_pause_that_this_release_does_not_know_is_refused() -> None:
-    plan = replace(planned(Kind.ROLLING, 3, 1), pause=PauseSpec("sideways"))
+    plan = replace(planned(ApplyOrder.ROLLING, 3, 1), pause=PauseSpec("sideways"))
     with pytest.raises(WeightSyncError, match="has members pause by 'sideways'") as caught:
         decode_plan(encode_plan(plan, 1))
     assert caught.value.reason == Reason.NOT_SUPPORTED
@@ -124,7 +140,7 @@ def test_a_pause_that_this_release_does_not_know_is_refused() -> None:
     ],
 )
 def test_a_whole_record_with_nonsense_in_it_is_damaged(document: dict[str, object]) -> None:
-    body = decode_document(encode_plan(planned(Kind.BARRIER, 3, 1), 1)) | document
+    body = decode_document(encode_plan(planned(ApplyOrder.BARRIER, 3, 1), 1)) | document
     if document.get("nonce", "") is None:
         del body["nonce"]
     with pytest.raises(WeightSyncError, match="a plan in the register is damaged") as caught:

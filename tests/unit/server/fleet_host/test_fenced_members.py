@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.fleet_hosts import version
-from tests.support.fleet_tasks import Fleet
-from weightsync.errors import WeightSyncError
-from weightsync_server.fleet.fleet_plan import Kind
+from tests.support.fleet_tasks import LIMITS, Fleet
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.decide import ApplyOrder
 from weightsync_server.fleet.fleet_records import decode_member, encode_member
-from weightsync_server.fleet_host.fleet_status import FleetStatusReader
-from weightsync_server.fleet_host.member_listing import list_member
+from weightsync_server.fleet_host.fleet_status import FleetStatusReader, correct_own, list_member
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
     from weightsync.v1 import weightsync_pb2 as pb
-
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    made = Fleet(tmp_path)
-    yield made
-    with contextlib.suppress(WeightSyncError):
-        await made.close()
 
 
 async def shown(fleet: Fleet, name: str, reason: str) -> pb.GetFleetStatusResponse:
@@ -46,7 +32,7 @@ async def shown(fleet: Fleet, name: str, reason: str) -> pb.GetFleetStatusRespon
 async def test_one_that_cannot_commit_says_so_until_it_serves(fleet: Fleet) -> None:
     await fleet.start("a", "b")
     fleet.hosts["b"].refuses = {"commit"}
-    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
     status = await shown(fleet, "b", "commit is refused")
     assert {one.name: one.state for one in status.members} == {"a": "serving", "b": "fenced"}
     assert [one.reason for one in status.members if one.name == "a"] == [""]
@@ -60,7 +46,7 @@ async def test_one_that_cannot_commit_says_so_until_it_serves(fleet: Fleet) -> N
 
 async def test_one_that_comes_and_cannot_follow_is_counted(fleet: Fleet) -> None:
     await fleet.start("a")
-    outcome = await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    outcome = await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
     (fleet.folder / "late").mkdir()
     starting = asyncio.create_task(fleet.start("late"))
     while "late" not in fleet.hosts:  # noqa: ASYNC110 - it is made by a task
@@ -71,6 +57,26 @@ async def test_one_that_comes_and_cannot_follow_is_counted(fleet: Fleet) -> None
     assert status.newest.fenced_others == ["late"]
     report = await FleetStatusReader(fleet.register).report(outcome.number)
     assert report == status.newest
+
+
+async def test_one_that_cannot_write_tells_of_itself_what_is_so(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a", limits=replace(LIMITS, max_age_s=0.5))
+    member = fleet.members["a"]
+
+    async def full(*_: object) -> None:
+        raise WeightSyncError(Reason.DISK_EXHAUSTED, "no space")
+
+    monkeypatch.setattr(fleet.links["a"], "member", full)
+    fleet.links["a"].cut = True
+    await fleet.until_serving(a=0)
+    status = await FleetStatusReader(fleet.register).status()
+    assert [one.state for one in status.members] == ["serving"]
+    correct_own(status, member)
+    (one,) = status.members
+    assert (one.state, one.reason) == ("fenced", member.why)
+    assert "max_age_s" in one.reason
 
 
 def test_a_reason_is_cut_between_two_letters() -> None:

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.server.engine.plant import Engine, hurry, shards, until
-from tests.unit.server.fleet_host.test_fleet_host import site
+from tests.unit.server.fleet_host.test_fleet_host import serving
 from tests.unit.server.world import MODEL, content, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fleet.fleet_plan import FleetVersion
-from weightsync_server.follow import follower
-from weightsync_server.follow.follow_metrics import FollowMetrics
-from weightsync_server.follow.follower import Follower
-from weightsync_server.follow.store_origin import StoreOrigin
+from weightsync_server.decide import FleetVersion
 from weightsync_server.ops.metrics import Metrics
+from weightsync_server.replicate import follower
+from weightsync_server.replicate.follower import Follower, FollowMetrics
+from weightsync_server.replicate.store_source import StoreOrigin
 from weightsync_server.store import open_reader
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def following(it: Site, origin: World) -> Follower:
         StoreOrigin(open_reader(origin.model.store.url), MODEL, 0.02, Metrics(MODEL)),
     )
     made = Follower(store, here.model, here.pushes, FollowMetrics(Metrics(MODEL)))
-    it.host.source = made
+    it.follower = made
     it.host._fetch_s = 15
     return made
 
@@ -63,8 +62,7 @@ async def test_a_follower_in_back_off_is_woken(
     mend = damage(Path(origin.model.store.shard_path(MODEL, 2, 0) or ""))
     (tmp_path / "host").mkdir()
     engine = Engine(tmp_path / "host" / "segments.sock")
-    async with site(tmp_path / "host", {"e": engine}) as it:
-        await it.up()
+    async with serving(tmp_path / "host", {"e": engine}) as it:
         made = following(it, origin)
         made.start()
         try:
@@ -81,8 +79,7 @@ async def test_a_follower_in_back_off_is_woken(
 async def one_that_follows(folder: Path, origin: World) -> AsyncIterator[tuple[Site, Follower]]:
     """A host that serves version 1 and follows the origin."""
     await asyncio.to_thread(folder.mkdir)
-    async with site(folder, {"e": Engine(folder / "segments.sock")}) as it:
-        await it.up()
+    async with serving(folder, {"e": Engine(folder / "segments.sock")}) as it:
         made = following(it, origin)
         made.start()
         try:
@@ -169,8 +166,7 @@ async def test_what_is_expected_is_fetched_before_it_is_asked_for(
 
 async def test_who_follows_nothing_says_what_to_do(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "segments.sock")
-    async with site(tmp_path, {"e": engine}) as it:
-        await it.up()
+    async with serving(tmp_path, {"e": engine}) as it:
         with pytest.raises(WeightSyncError, match="start this server with --follow") as caught:
             await it.host.prepare(FleetVersion(9, "9" * 32))
         assert caught.value.reason is Reason.VERSION_UNKNOWN

@@ -13,20 +13,21 @@ from tests.unit.server.world import MODEL, World, world
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.decide import FleetVersion
 from weightsync_server.engine import (
     Applier,
+    EngineContext,
     EngineSet,
-    HostParts,
     JournalFile,
-    ModelParts,
 )
-from weightsync_server.fleet.fleet_plan import FleetVersion
-from weightsync_server.fleet_host.fleet_host import FleetHost
+from weightsync_server.fleet_host.fleet_host import LocalHost
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from weightsync_server.replicate.follower import Follower
 
 
 class Site:
@@ -34,7 +35,8 @@ class Site:
 
     def __init__(self, here: World, engines: dict[str, Engine], known: EngineSet) -> None:
         self.here, self.engines, self.known = here, engines, known
-        self.host: FleetHost
+        self.host: LocalHost
+        self.follower: Follower | None = None
         self.applier: Applier
 
     def version(self, seed: int) -> FleetVersion:
@@ -58,12 +60,11 @@ class Site:
 async def site(folder: Path, engines: dict[str, Engine]) -> AsyncIterator[Site]:
     async with world(folder, store=f"file://{folder / 'store'}", slots=3) as here:
         file = JournalFile(folder / "journal", here.model.store.url)
-        shared = HostParts(here.server, Metrics(MODEL), limits(), fleet="f")
-        parts = ModelParts.of(here.model)
-        known = engine_set(file, engines, parts, shared)
+        shared = EngineContext(here.model, here.server, Metrics(MODEL), limits(), fleet="f")
+        known = engine_set(file, engines, shared)
         it = Site(here, engines, known)
-        it.applier = Applier(known, parts, shared)
-        it.host = FleetHost(known, parts, shared, undecided_s=3)
+        it.applier = Applier(known, shared)
+        it.host = LocalHost(known, shared, undecided_s=3, source=lambda: it.follower)
         await it.host.begin()
         known.start()
         try:
@@ -75,11 +76,18 @@ async def site(folder: Path, engines: dict[str, Engine]) -> AsyncIterator[Site]:
 
 
 @contextlib.asynccontextmanager
-async def prepared(folder: Path, engines: dict[str, Engine]) -> AsyncIterator[Site]:
-    """A site that serves version 1 and has prepared version 2."""
+async def serving(folder: Path, engines: dict[str, Engine], *pushed: int) -> AsyncIterator[Site]:
+    """A site that serves version 1, and to which others are pushed."""
     async with site(folder, engines) as it:
         await it.up()
-        await it.push(2)
+        await it.push(*pushed)
+        yield it
+
+
+@contextlib.asynccontextmanager
+async def prepared(folder: Path, engines: dict[str, Engine]) -> AsyncIterator[Site]:
+    """A site that serves version 1 and has prepared version 2."""
+    async with serving(folder, engines, 2) as it:
         await it.host.prepare(it.version(2))
         yield it
 
@@ -125,11 +133,32 @@ async def test_a_barrier_that_is_called_off_rejects_nothing(
         assert it.serves() == {2}
 
 
+@pytest.mark.parametrize("target", [2, 1])
+async def test_what_a_caller_was_cancelled_in_is_done_once(
+    tmp_path: Path, engines: dict[str, Engine], target: int
+) -> None:
+    async with serving(tmp_path, engines) as it:
+        if target == 2:
+            await it.push(2)
+            await it.host.prepare(it.version(2))
+        for name in ("pause", "resume"):
+            for engine in engines.values():
+                engine.before[name] = lambda: asyncio.sleep(0.1)
+        for step in (it.host.pause, lambda: it.host.commit(it.version(target))):
+            calling = asyncio.create_task(step())
+            await asyncio.sleep(0.05)
+            calling.cancel()
+            await asyncio.wait({calling})
+            await step()
+        assert it.serves() == {target}
+        paused = [event for engine in engines.values() for event in engine.events]
+        assert paused.count("pause") == len(engines)
+
+
 async def test_a_barrier_to_what_is_live_pauses_and_fences_nothing(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
+    async with serving(tmp_path, engines) as it:
         await it.host.prepare(it.version(1))
         for engine in engines.values():
             engine.events.clear()
@@ -143,9 +172,7 @@ async def test_a_barrier_to_what_is_live_pauses_and_fences_nothing(
 
 
 async def test_what_was_prepared_is_dropped(tmp_path: Path, engines: dict[str, Engine]) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2, 3)
+    async with serving(tmp_path, engines, 2, 3) as it:
         await it.host.prepare(it.version(2))
         await it.host.prepare(it.version(3))
         await it.host.resume()
@@ -153,6 +180,35 @@ async def test_what_was_prepared_is_dropped(tmp_path: Path, engines: dict[str, E
         await until(lambda: all(not one.apply_id for one in it.known.supervisors))
         await it.host.commit(it.version(2))
         assert it.serves() == {2}
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def test_what_was_prepared_is_dropped_also_if_its_caller_is_cancelled(
+    tmp_path: Path, engines: dict[str, Engine]
+) -> None:
+    async with prepared(tmp_path, engines) as it:
+        await it.push(3)
+        released = asyncio.Event()
+        for engine in engines.values():
+            engine.before["release"] = lambda: _set(released)
+        calling = asyncio.create_task(it.host.prepare(it.version(3)))
+        await asyncio.sleep(0.05)
+        calling.cancel()
+        await asyncio.wait({calling}, timeout=5)
+        assert calling.cancelled()
+        released.set()
+        await until(lambda: all(not one.apply_id for one in it.known.supervisors))
+        # No slot is kept of what no engine goes to, nor is any engine asked anew.
+        held = {slot.version: slot.leases for slot in it.here.model.slots.status()}
+        assert not held[2]
+        assert it.serves() == {1}
+        await it.host.prepare(it.version(3))
+        await it.host.pause()
+        await it.host.commit(it.version(3))
+        assert it.serves() == {3}
 
 
 @pytest.mark.parametrize("decided", [1, 2])
@@ -178,9 +234,7 @@ async def test_a_fence_while_undecided_lasts_until_the_decision(
 async def test_a_decision_that_comes_right_after_a_fence_is_served(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         for engine in engines.values():
             # The ranks are asked, and the version before is about to be written.
             engine.before["prepare"] = lambda: asyncio.sleep(0.05)
@@ -242,7 +296,7 @@ async def test_a_host_that_stands_still_just_before_it_serves_does_not(
     tmp_path: Path, engines: dict[str, Engine], prepares: bool
 ) -> None:
     async with prepared(tmp_path, engines) as it:
-        time = it.known.supervisors[0]._host.serving_time
+        time = it.known.supervisors[0].context.serving_time
         until_s: list[float] = []
 
         def ask(_: object) -> float:
@@ -272,9 +326,7 @@ async def test_a_host_that_stands_still_just_before_it_serves_does_not(
 async def test_a_host_whose_engines_are_dead_says_so_at_once(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         # Else it would be waited for an hour.
         it.host._limits = limits(prepare_timeout_s=3600.0)
 
@@ -317,9 +369,7 @@ async def test_a_decision_that_the_disk_refuses_is_written_again(
 async def test_it_rejects_by_content_and_knows_what_is_not_here(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         await it.host.reject(it.version(2).digest, "bad answers")
         assert it.here.model.table.get(2).serving == pb.SERVING_REJECTED
         assert it.here.model.table.get(2).rejected_reason == "bad answers"
@@ -344,9 +394,7 @@ async def test_it_rejects_by_content_and_knows_what_is_not_here(
 async def test_only_the_fleet_makes_versions_live(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         with pytest.raises(WeightSyncError, match="use `weightsync fleet apply`") as caught:
             await it.applier.apply(pb.ApplyVersionRequest(model=MODEL, version=2))
         assert caught.value.reason is Reason.NOT_SUPPORTED
@@ -361,9 +409,7 @@ async def test_only_the_fleet_makes_versions_live(
 async def test_one_that_comes_late_serves_nothing_on_the_caches_of_before(
     tmp_path: Path, engines: dict[str, Engine], before: str
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         if before == "overdue":
             for engine in engines.values():
                 engine._out_of_time()

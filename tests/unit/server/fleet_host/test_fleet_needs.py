@@ -12,19 +12,16 @@ from tests.support.fleet_tasks import Fleet, in_format
 from tests.unit.server.deltas.pushing import until
 from tests.unit.server.world import World, content, real_fetchers, simple, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.catalog.retention import Retention
-from weightsync_server.fleet.fleet_keys import APPLIES, member_key
-from weightsync_server.fleet.fleet_plan import FleetVersion, Kind
-from weightsync_server.fleet.fleet_records import FORMAT, encode_member
-from weightsync_server.fleet_host.fleet_needs import FleetNeeds
+from weightsync_server.catalog.garbage_collector import Retention
+from weightsync_server.decide import ApplyOrder, FleetVersion
+from weightsync_server.fleet.fleet_records import APPLIES, FORMAT, encode_member, member_key
+from weightsync_server.fleet_host.fleet_service import FleetNeeds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from tests.support.object_servers import ObjectServer
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def version(number: int) -> FleetVersion:
@@ -47,25 +44,27 @@ async def push(here: World, *numbers: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def collecting(fleet: Fleet, folder: Path, store: str = "") -> AsyncIterator[World]:
+async def collecting(
+    fleet: Fleet, folder: Path, store: str = "", needs: FleetNeeds | None = None
+) -> AsyncIterator[World]:
     """A server of the fleet that keeps two versions, the newest of them in memory."""
     retention = Retention(versions=2)
+    if needs is None:
+        needs = FleetNeeds("f")
+        needs.read(fleet.register)
     async with (
         real_fetchers() as fetchers,
         world(
-            folder, store=store, identity="o", slots=1, retention=retention, fetchers=fetchers
+            folder,
+            store=store,
+            identity="o",
+            slots=1,
+            retention=retention,
+            fetchers=fetchers,
+            needed_elsewhere=needs.contents,
         ) as here,
     ):
-        here.model.collector.needed_elsewhere = FleetNeeds(fleet.register).contents
         yield here
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    made = Fleet(tmp_path / "fleet")
-    yield made
-    with contextlib.suppress(WeightSyncError):
-        await made.close()
 
 
 @pytest.fixture(params=["folder", "bucket"])
@@ -88,7 +87,7 @@ async def test_what_members_serve_and_would_go_back_to_stays(
     async with collecting(fleet, tmp_path / "o", store) as here:
         await push(here, 1, 2)
         for number in (1, 2):
-            await fleet.coordinator().apply(version(number), Kind.BARRIER)
+            await fleet.coordinator().apply(version(number), ApplyOrder.BARRIER)
         await push(here, 3, 4, 5)
         assert kept(here) == [1, 2, 5]
         # One that is behind, or ahead.
@@ -96,11 +95,11 @@ async def test_what_members_serve_and_would_go_back_to_stays(
         await push(here, 6, 7)
         assert kept(here) == [1, 2, 5, 7]
         await behind.close()
-        await fleet.coordinator().apply(version(7), Kind.ROLLING)
+        await fleet.coordinator().apply(version(7), ApplyOrder.ROLLING)
         await push(here, 8)
         assert kept(here) == [2, 7, 8]
         # What is rejected is no way back.
-        await fleet.coordinator().rollback(Kind.BARRIER)
+        await fleet.coordinator().rollback(ApplyOrder.BARRIER)
         await push(here, 9)
         assert kept(here) == [2, 7, 9]
 
@@ -110,7 +109,7 @@ async def test_what_a_plan_that_runs_names_stays(fleet: Fleet, tmp_path: Path) -
     async with collecting(fleet, tmp_path / "o") as here:
         await push(here, 1, 2)
         fleet.hosts["a"].gate = asyncio.Event()
-        applying = asyncio.create_task(fleet.coordinator().apply(version(1), Kind.BARRIER))
+        applying = asyncio.create_task(fleet.coordinator().apply(version(1), ApplyOrder.BARRIER))
         while not await fleet.register.list(APPLIES):  # noqa: ASYNC110 - a register is asked
             await asyncio.sleep(0.01)
         await push(here, 3, 4)
@@ -126,7 +125,7 @@ async def test_nothing_is_collected_while_the_register_cannot_be_read(
     async with collecting(fleet, tmp_path / "o") as here:
         found = await fleet.register.member(member_key("c"), member(1), 10)
         await push(here, 1, 2)
-        folder, away = tmp_path / "fleet" / "register", tmp_path / "away"
+        folder, away = fleet.folder / "register", tmp_path / "away"
         await asyncio.to_thread(folder.rename, away)
         await push(here, 3, 4, 5)
         assert kept(here) == [1, 2, 3, 4, 5]
@@ -158,12 +157,12 @@ async def test_what_members_need_is_deleted_by_force_alone(fleet: Fleet, tmp_pat
     await fleet.start("a")
     async with collecting(fleet, tmp_path / "o") as here:
         await push(here, 1, 2)
-        await fleet.coordinator().apply(version(1), Kind.BARRIER)
+        await fleet.coordinator().apply(version(1), ApplyOrder.BARRIER)
         delete = here.model.collector.delete
         with pytest.raises(WeightSyncError, match=r"version 1 .*a member of the fleet") as caught:
             await delete(1)
         assert caught.value.reason is Reason.VERSION_IN_USE
-        folder, away = tmp_path / "fleet" / "register", tmp_path / "away"
+        folder, away = fleet.folder / "register", tmp_path / "away"
         await asyncio.to_thread(folder.rename, away)
         with pytest.raises(WeightSyncError, match="not known now") as caught:
             await delete(2)
@@ -172,3 +171,18 @@ async def test_what_members_need_is_deleted_by_force_alone(fleet: Fleet, tmp_pat
         await delete(1, force=True)
         await delete(2)
         assert kept(here) == []
+
+
+async def test_nothing_is_collected_before_the_register_is_open(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    needs = FleetNeeds("f")
+    async with collecting(fleet, tmp_path / "o", needs=needs) as here:
+        await push(here, 1, 2, 3, 4)
+        assert kept(here) == [1, 2, 3, 4]
+        with pytest.raises(WeightSyncError) as caught:
+            await here.model.collector.delete(1)
+        assert caught.value.reason is Reason.VERSION_IN_USE
+        needs.read(fleet.register)
+        await push(here, 5)
+        assert kept(here) == [4, 5]

@@ -10,10 +10,11 @@ import pytest
 from tests.unit.server.engine.plant import Engine, engine_set, limits, until
 from tests.unit.server.world import MODEL, world
 from weightsync import clock
-from weightsync_server.engine import HostParts, JournalFile, ModelParts
-from weightsync_server.fleet.fleet_limits import FleetLimits
-from weightsync_server.fleet.member_steps import Mode
-from weightsync_server.fleet_host.fleet_service import FleetOptions, FleetService
+from weightsync_server.coordination import open_register
+from weightsync_server.engine import EngineContext, JournalFile
+from weightsync_server.fleet.fleet_settings import FleetSettings
+from weightsync_server.fleet.member_steps import HostMode
+from weightsync_server.fleet_host.fleet_service import FleetService
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -26,20 +27,16 @@ async def test_engines_get_what_is_left_of_the_last_reading(
 ) -> None:
     async with world(tmp_path, store=f"file://{tmp_path / 'store'}", slots=3) as here:
         file = JournalFile(tmp_path / "journal", here.model.store.url)
-        shared = HostParts(here.server, Metrics(MODEL), limits(), fleet="f")
-        parts = ModelParts.of(here.model)
-        known = engine_set(file, {"e": Engine(tmp_path / "segments.sock")}, parts, shared)
-        options = FleetOptions(
+        shared = EngineContext(here.model, here.server, Metrics(MODEL), limits(), fleet="f")
+        known = engine_set(file, {"e": Engine(tmp_path / "segments.sock")}, shared)
+        options = FleetSettings(
             fleet="f",
             register=f"file://{tmp_path / 'register'}",
-            tls=None,
             member="a",
-            limits=FleetLimits(max_age_s=max_age_s),
-            max_unavailable=1,
-            journal=tmp_path / "fleet.json",
-            follows=False,
+            max_age_s=max_age_s,
         )
-        service = FleetService(options, known, parts, shared)
+        register = open_register(f"{options.register}/f")
+        service = FleetService(options, register, tmp_path / "fleet.json", known, shared)
         left_s = shared.serving_time.left_s
         await service.host.begin()
         known.start()
@@ -76,10 +73,10 @@ async def test_engines_get_what_is_left_of_the_last_reading(
             view.displaced = True
             assert left_s() is None
             # One that stands still does not serve by that: what it goes on with is decided.
-            service._member._state = replace(service._member._state, mode=Mode.PAUSED)
+            service._member._state = replace(service._member._state, mode=HostMode.PAUSED)
             assert left_s() is not None
         finally:
             await service.leave()
-            await service.stop()
+            await register.close()
             await known.stop()
             file.close()

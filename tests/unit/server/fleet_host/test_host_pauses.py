@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.unit.server.engine.plant import Engine, hurry
-from tests.unit.server.fleet_host.test_fleet_host import site
+from tests.unit.server.fleet_host.test_fleet_host import serving
 from weightsync.engine import BETWEEN_STEPS, FENCES_ON_EXPIRY, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 
@@ -45,9 +45,7 @@ def specs(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> list[P
 async def test_every_engine_pauses_as_it_was_chosen(
     tmp_path: Path, engines: dict[str, Engine], specs: list[PauseSpec], barrier: bool
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         specs.clear()
         chosen = PauseSpec("wait", clear_cache=False, wait_timeout_s=2.0, after_wait="abort")
         await it.host.prepare(it.version(2), chosen)
@@ -64,9 +62,7 @@ async def test_every_engine_pauses_as_it_was_chosen(
 async def test_engines_change_between_two_steps_once_it_is_decided(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2, 3)
+    async with serving(tmp_path, engines, 2, 3) as it:
         await it.host.prepare(it.version(2), _BETWEEN)
         for engine in engines.values():
             engine.events.clear()
@@ -88,9 +84,7 @@ async def test_engines_change_between_two_steps_once_it_is_decided(
 async def test_a_switch_that_fails_leaves_the_host_fenced_until_its_member_says_what_to_serve(
     tmp_path: Path, engines: dict[str, Engine]
 ) -> None:
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         last = list(engines.values())[-1]
         last.wrong = [bytes([9]) * 256]
         await it.host.prepare(it.version(2), _BETWEEN)
@@ -118,9 +112,7 @@ async def test_what_an_engine_cannot_is_refused_before_anything_pauses(
     sentence: str,
 ) -> None:
     list(engines.values())[-1]._abilities.discard(ability)
-    async with site(tmp_path, engines) as it:
-        await it.up()
-        await it.push(2)
+    async with serving(tmp_path, engines, 2) as it:
         for engine in engines.values():
             engine.events.clear()
         with pytest.raises(WeightSyncError, match=sentence):

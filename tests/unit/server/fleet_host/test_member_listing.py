@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.fleet_hosts import version
-from tests.support.fleet_tasks import Fleet, in_format
+from tests.support.fleet_tasks import in_format
 from weightsync import __version__
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.fleet.fleet_keys import member_key
-from weightsync_server.fleet.fleet_plan import Kind
-from weightsync_server.fleet.fleet_records import FORMAT, encode_member
-from weightsync_server.fleet_host import member_listing
-from weightsync_server.fleet_host.fleet_status import FleetStatusReader
-from weightsync_server.fleet_host.member_listing import list_member
-from weightsync_server.store.documents import decode_document, encode_document
+from weightsync_server.decide import ApplyOrder
+from weightsync_server.fleet.fleet_records import FORMAT, encode_member, member_key
+from weightsync_server.fleet_host import fleet_status
+from weightsync_server.fleet_host.fleet_status import FleetStatusReader, list_member
+from weightsync_server.store.store_records import decode_document, encode_document
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from tests.support.fleet_tasks import Fleet
 
 
 def written(**changes: Any) -> bytes:
@@ -34,10 +32,9 @@ def before() -> bytes:
     return written(boot=None, release=None, reads=None)
 
 
-async def test_an_older_member_is_listed_with_all_that_it_says(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path)
+async def test_an_older_member_is_listed_with_all_that_it_says(fleet: Fleet) -> None:
     await fleet.start("a")
-    assert (await fleet.coordinator().apply(version(41), Kind.BARRIER)).verdict
+    assert (await fleet.coordinator().apply(version(41), ApplyOrder.BARRIER)).verdict
     older = await fleet.register.member(member_key("c"), before(), 10)
     reader = FleetStatusReader(fleet.register)
     while (status := await reader.status()).members[0].live_version != 41:  # noqa: ASYNC110 - a register is asked
@@ -54,7 +51,6 @@ async def test_an_older_member_is_listed_with_all_that_it_says(tmp_path: Path) -
     )
     assert status.skew == 0
     await older.close()
-    await fleet.close()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +75,7 @@ def test_the_older_of_two_releases_is_known(value: bytes, *, older: bool) -> Non
 def test_numbers_of_releases_are_compared_as_numbers(
     monkeypatch: pytest.MonkeyPatch, release: str
 ) -> None:
-    monkeypatch.setattr(member_listing, "__version__", "0.10.1")
+    monkeypatch.setattr(fleet_status, "__version__", "0.10.1")
     assert list_member("c", written(release=release)).older
 
 

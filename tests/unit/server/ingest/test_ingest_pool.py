@@ -9,7 +9,8 @@ import grpc
 
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
-from weightsync_server.auth import Endpoint
+from weightsync_server.auth import Caller, Endpoint
+from weightsync_server.flags import Flags
 from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.settings import Settings
@@ -45,20 +46,17 @@ class Audit:
         """A call has ended."""
 
 
-class Servicer:
-    """Tells every push its own id."""
-
-    async def PushWeights(self, requests: Any, _: Any) -> Any:  # noqa: N802 - the name of the RPC
-        ids = [message.join.push_id async for message in requests]
-        return pb.PushWeightsResponse(push_id=ids[0])
+async def push_weights(_: Caller, requests: Any) -> pb.PushWeightsResponse:
+    """Tell every push its own id."""
+    ids = [message.join.push_id async for message in requests]
+    return pb.PushWeightsResponse(push_id=ids[0])
 
 
 async def test_a_stream_to_a_process_that_is_not_known_yet_waits(tmp_path: Path) -> None:
-    values: Any = {"listen": ["127.0.0.1:0"], "run_dir": tmp_path, "ingest": 1}
-    ingesters = Held(Settings(**values, state_dir=tmp_path))
-    servicer: Any = Servicer()
+    values: Any = {"listen": ["127.0.0.1:0"], "run_dir": tmp_path, "state_dir": tmp_path}
+    ingesters = Held(Flags(**values | {"ingest": 1}).tree)
     audit: Any = Audit()
-    serving = asyncio.create_task(ingesters.serve(servicer, audit, []))
+    serving = asyncio.create_task(ingesters.serve(push_weights, audit))
     try:
         async with asyncio.timeout(60):
             process = await ingesters.ready.get()

@@ -9,9 +9,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire import frames
+from weightsync.wire import child_channel
 from weightsync_server.auth.caller import RejectedCall
-from weightsync_server.ingest.notices import Notices
+from weightsync_server.ingest.connection import Notices
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,7 +40,7 @@ async def told(reader: asyncio.StreamReader, answer: int) -> tuple[Counter[str],
     counts: Counter[str] = Counter()
     sentences: set[str] = set()
     for number in range(10_000):
-        document, _ = await frames.read(reader)
+        document, _ = await child_channel.read(reader)
         if document.get("id") == answer:
             return counts, number, sentences
         if document["op"] == "refused":
@@ -54,8 +54,8 @@ async def test_what_happens_before_the_process_is_ready_is_told_after() -> None:
     notices.refuse(STRANGER, NOBODY)
     notices.fault()
     async with connected(notices) as reader, asyncio.timeout(5):
-        assert (await frames.read(reader))[0] == {"op": "fault"}
-        refused, _ = await frames.read(reader)
+        assert (await child_channel.read(reader))[0] == {"op": "fault"}
+        refused, _ = await child_channel.read(reader)
         assert (refused["message"], refused["times"]) == (STRANGER.message, 1)
 
 
@@ -74,7 +74,7 @@ async def test_a_server_that_does_not_read_gets_sums_when_it_reads_again() -> No
         # A sum that grew while nothing could be sent is told by itself.
         counts: Counter[str] = Counter()
         while min(counts[STRANGER.reason], counts[Reason.PERMISSION_DENIED]) < sent:
-            document, _ = await frames.read(reader)
+            document, _ = await child_channel.read(reader)
             if "id" not in document:
                 counts[document["reason"]] += document["times"]
         assert counts == {STRANGER.reason: sent, Reason.PERMISSION_DENIED: sent}
@@ -89,7 +89,7 @@ async def test_addresses_of_strangers_leave_room_for_who_was_denied() -> None:
     denied = RejectedCall("reader", "PushWeights", "ipv4:10.0.0.2:1")
     notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, "no"), denied)
     async with connected(notices) as reader, asyncio.timeout(5):
-        first, second = [(await frames.read(reader))[0] for _ in range(2)]
+        first, second = [(await child_channel.read(reader))[0] for _ in range(2)]
     assert (first["times"], first["attempt"]) == (1000, ["", "", ""])
     assert (second["times"], second["attempt"]) == (1, list(denied))
 

@@ -15,7 +15,7 @@ from tests.unit.server.push.remote import DistantPushes
 from tests.unit.server.world import World, begin, chunk, content, sending, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync.wire import frames
+from weightsync.wire import child_channel
 from weightsync_server.ingest.relay import Relay
 from weightsync_server.push import ChunkView, Claim, PushService, RemoteStream, Written
 from weightsync_server.workers.runtime.mappings import Maps
@@ -148,7 +148,7 @@ async def test_what_was_written_is_told_once_there_is_room() -> None:
     async def heard(op: str) -> dict[str, Any]:
         async with asyncio.timeout(5):
             while True:
-                while (frame := frames.split(inbox)) is not None:
+                while (frame := child_channel.split(inbox)) is not None:
                     if frame[0]["op"] == op:
                         return frame[0]
                 inbox.extend(await asyncio.get_running_loop().sock_recv(here, 1 << 16))
@@ -161,12 +161,12 @@ async def test_what_was_written_is_told_once_there_is_room() -> None:
     await heard("claim")
     with contextlib.suppress(BlockingIOError):
         while True:
-            there.send(frames.encode({"op": "in the way"}))
+            there.send(child_channel.encode({"op": "in the way"}))
     fd = os.memfd_create("segment")
     os.ftruncate(fd, mmap.PAGESIZE)
     places = {"received": 0, "size": 100, "mark": 50, "most": 100}
     grant = {"op": "grant", "segment": ["s", mmap.PAGESIZE], **places}
-    socket.send_fds(here, [frames.encode(grant)], [fd])
+    socket.send_fds(here, [child_channel.encode(grant)], [fd])
     await until(lambda: os.pread(fd, 10, 0) == b"x" * 10)
     # Longer than it is put off.
     await asyncio.sleep(0.1)

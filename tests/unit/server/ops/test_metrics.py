@@ -9,13 +9,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightsync import __version__
-from weightsync_server.ops import http_endpoint as module
-from weightsync_server.ops.http_endpoint import MetricsEndpoint
-from weightsync_server.ops.meters import DeltaCounts
+from weightsync_server.http import http_server
+from weightsync_server.http.http_server import MetricsEndpoint
 from weightsync_server.ops.metrics import (
     INVARIANTS,
     PAUSE_BUCKETS,
     PHASES,
+    DeltaCounts,
     Metrics,
 )
 
@@ -249,7 +249,7 @@ async def test_an_endless_request_is_dropped(endpoint: MetricsEndpoint) -> None:
 async def test_a_half_sent_request_is_dropped_while_others_are_served(
     endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch, drip: bool
 ) -> None:
-    monkeypatch.setattr(module, "_REQUEST_S", 2.0)
+    monkeypatch.setattr(http_server, "_REQUEST_S", 2.0)
     slow = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(100)]
     for _, writer in slow:
         writer.write(b"GET /met")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.unit.server.world import begin, chunk, make_shard, sending
-from weightsync.model.boxes import Box
 from weightsync.model.digest import tensor_digest
+from weightsync.model.tensor_slices import Box
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.connection import Connection
-from weightsync_server.ingest.relay import Relay, Whole
+from weightsync_server.ingest.relay import RawMessage, Relay
 from weightsync_server.push import ChunkView, PushService, RemoteStream
 from weightsync_server.workers.runtime.mappings import Maps
 
@@ -26,7 +26,10 @@ class DistantPushes(PushService):
     """Serves every stream as one that an ingest process has."""
 
     async def stream(
-        self, requests: AsyncIterator[Message] | RemoteStream, deadline_s: float | None = None
+        self,
+        requests: AsyncIterator[Message] | RemoteStream,
+        deadline_s: float | None = None,
+        who: str = "",
     ) -> pb.PushWeightsResponse:
         """Serve one stream over a connection, then tell its end over it as well."""
         assert not isinstance(requests, RemoteStream)
@@ -34,12 +37,13 @@ class DistantPushes(PushService):
         there.setblocking(False)
         here.setblocking(False)
         connection, maps = Connection(here, _kill), Maps()
+        cut = asyncio.create_task(connection.cut())
         relay = Relay(there, maps)
         relaying = asyncio.create_task(relay.run({"op": "call"}, _forwarded(requests)))
         try:
             await connection.open()
-            serving = asyncio.create_task(super().stream(connection, deadline_s))
-            connection.on_cut = serving.cancel
+            serving = asyncio.create_task(super().stream(connection, deadline_s, who))
+            cut.add_done_callback(lambda _: serving.cancel())
             await _first_of(serving, relaying)
             response = await serving
             connection.done({"code": 0}, response.SerializeToString())
@@ -50,6 +54,7 @@ class DistantPushes(PushService):
             await relaying
             raise
         finally:
+            cut.cancel()
             relaying.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([relaying])
@@ -77,6 +82,6 @@ async def _first_of(
         relaying.result()
 
 
-async def _forwarded(requests: AsyncIterator[Message]) -> AsyncIterator[ChunkView | Whole]:
+async def _forwarded(requests: AsyncIterator[Message]) -> AsyncIterator[ChunkView | RawMessage]:
     async for message in requests:
-        yield message if isinstance(message, ChunkView) else Whole(message.SerializeToString())
+        yield message if isinstance(message, ChunkView) else RawMessage(message.SerializeToString())

@@ -13,8 +13,8 @@ from tests.unit.server.deltas.pushing import until
 from tests.unit.server.world import MODEL, World, begin, content, one_stream, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.attach.in_place_versions import InPlaceVersions
-from weightsync_server.auth.callers import caller
+from weightsync_server.attach.in_place import delete_uncounted
+from weightsync_server.catalog.in_place_push import InPlacePush
 from weightsync_server.catalog.record import VersionRecord
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ CODE = grpc.StatusCode
 DELTA = pb.PUSH_KIND_DELTA
 
 
-async def refused(here: World, reason: Reason, **fields: Any) -> WeightSyncError:
+async def refused(here: World, reason: Reason, who: str = "", **fields: Any) -> WeightSyncError:
     with pytest.raises(WeightSyncError) as caught:
-        await here.pushes.begin(begin(**fields), 0)
+        await here.pushes.begin(begin(**fields), 0, who)
     assert caught.value.reason is reason, caught.value.message
     return caught.value
 
@@ -111,7 +111,7 @@ async def test_numbers_only_rise(here: World) -> None:
 async def test_a_version_that_is_being_dropped_is_no_checkpoint_of_an_engine(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = await here.model.table.add_in_place("transaction")
+    record = await here.model.table.add_in_place(InPlacePush("secret"))
     asked, gone = _delay_discard(here, monkeypatch)
     error = WeightSyncError(Reason.APPLY_RESTORED, "the trainer was silent")
     dropping = asyncio.create_task(here.pushes.give_up(record, error))
@@ -124,8 +124,27 @@ async def test_a_version_that_is_being_dropped_is_no_checkpoint_of_an_engine(
     assert here.model.table.find(record.version) is None
 
 
+@pytest.mark.parametrize(
+    ("who", "key", "taken"),
+    [("trainer", "name", True), ("stranger", "name", False), ("trainer", "other", False)],
+)
+async def test_by_what_others_know_one_caller_alone_brings_what_was_written(
+    here: World, who: str, key: str, *, taken: bool
+) -> None:
+    """As a trainer of an older release pushes."""
+    record = await here.model.table.add_in_place(InPlacePush("name", "trainer"))
+    fields = {"version": record.version, "idempotency_key": key}
+    # Also where it has begun: then it would be joined.
+    for _ in range(2):
+        if taken:
+            await here.pushes.begin(begin(**fields), None, who)
+        else:
+            await refused(here, Reason.PUSH_ABORTED, who, **fields)
+            await here.pushes.begin(begin(**fields | {"idempotency_key": "name"}), None, "trainer")
+
+
 async def test_what_is_given_up_twice_ends_no_push_of_another(here: World) -> None:
-    record = await here.model.table.add_in_place("transaction")
+    record = await here.model.table.add_in_place(InPlacePush("secret"))
     theirs = await here.pushes.begin(begin(version=record.version + 1), None)
     error = WeightSyncError(Reason.APPLY_RESTORED, "the trainer was silent")
     for _ in range(2):
@@ -135,17 +154,18 @@ async def test_what_is_given_up_twice_ends_no_push_of_another(here: World) -> No
 
 
 async def test_what_is_given_up_once_it_is_committed_stays_committed(here: World) -> None:
-    record = await here.model.table.add_in_place("transaction")
-    await here.push(simple(1), version=record.version, idempotency_key="transaction")
+    record = await here.model.table.add_in_place(InPlacePush("secret"))
+    assert record.in_place is not None
+    record.in_place.decide()
+    await here.push(simple(1), version=record.version, idempotency_key="secret")
     assert record.commit is not None
     error = WeightSyncError(Reason.APPLY_RESTORED, "a rank holds something else")
     for _ in range(2):
         await here.pushes.give_up(record, error)
     assert record.durability == pb.DURABILITY_COMMITTED
     assert here.model.table.find(record.version) is record
-    versions = InPlaceVersions(here.pushes.give_up, here.model.collector, here.model.serving)
     for _ in range(2):
-        await versions.delete(record)
+        await delete_uncounted(here.model, record)
     assert here.model.table.find(record.version) is None
 
 
@@ -290,7 +310,8 @@ async def test_a_stream_that_joins_while_the_push_waits_for_a_slot(here: World) 
     others = [await here.pushes.begin(begin(), 1) for _ in range(2)]
     shards = simple()
     waiting = asyncio.create_task(here.pushes.stream(one_stream(shards, commit=None)))
-    await asyncio.sleep(0.01)
+    while len(here.pushes.status()) == len(others):  # noqa: ASYNC110 - a push tells nobody
+        await asyncio.sleep(0.01)
     push = here.pushes.status()[-1].push_id
     joined = asyncio.create_task(here.join(push, []))
     early = asyncio.create_task(here.join(push, shards[0].layout()))
@@ -335,12 +356,8 @@ async def test_too_many_pushes(tmp_path: Path) -> None:
 async def test_too_many_pushes_of_callers_that_have_their_share(tmp_path: Path) -> None:
     async with world(tmp_path, slots=4, limits={"max_pushes": 2}) as here:
         for name in ("one", "two"):
-            token = caller.set(name)
-            await here.pushes.begin(begin(), 1)
-            caller.reset(token)
-        token = caller.set("three")
-        error = await refused(here, Reason.LIMIT_EXCEEDED)
-        caller.reset(token)
+            await here.pushes.begin(begin(), 1, name)
+        error = await refused(here, Reason.LIMIT_EXCEEDED, "three")
         assert "2 pushes are open" in error.message
 
 
@@ -392,8 +409,9 @@ async def test_a_writer_that_waits_for_a_slot_is_refused_when_it_becomes_stale(
     with pytest.raises(WeightSyncError) as caught:
         await waiting
     assert caught.value.reason is Reason.EPOCH_STALE
-    await asyncio.sleep(0.01)
-    assert [slot.state for slot in here.model.slots.status()] == ["free", "free"]
+    await until(
+        lambda: [slot.state for slot in here.model.slots.status()] == ["free", "free"],
+    )
 
 
 async def test_a_known_layout_is_not_sent_again(here: World) -> None:

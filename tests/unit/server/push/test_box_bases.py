@@ -14,7 +14,7 @@ from tests.unit.server.push.boxes import Held, Part, Writer, part, push_all, sha
 from tests.unit.server.world import World, chunk, content, make_shard, world
 from weightsync.delta import encode_shard
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.boxes import Box, box_name
+from weightsync.model.tensor_slices import Box, slice_name
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 
@@ -49,7 +49,7 @@ class Changed(Held):
     def _item(self, old: Part, new: Part) -> Any:
         entry = self.shard.entries[new.tensor]
         data = (np.frombuffer(part.data, np.uint8) for part in (old, new))
-        return (box_name(entry.name, new.box), entry.dtype, new.box.sizes, *data)
+        return (slice_name(entry.name, new.box), entry.dtype, new.box.sizes, *data)
 
     def boxes(self) -> pb.PushWeightsRequest:
         request = super().boxes()

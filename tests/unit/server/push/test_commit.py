@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.unit.server.deltas.pushing import until
 from tests.unit.server.world import (
     Threads,
     World,
@@ -20,6 +21,7 @@ from tests.unit.server.world import (
 )
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.in_place_push import InPlacePush
 
 CODE = grpc.StatusCode
 
@@ -187,6 +189,29 @@ async def test_commit_is_once_and_repeatable(here: World) -> None:
     assert caught.value.code is CODE.FAILED_PRECONDITION
 
 
+@pytest.mark.parametrize("counts", [True, False])
+async def test_what_a_trainer_wrote_in_place_is_committed_once_it_is_proved(
+    here: World, *, counts: bool
+) -> None:
+    asked = asyncio.Event()
+    in_place = InPlacePush("secret", on_arrived=asked.set)
+    record = await here.model.table.add_in_place(in_place)
+    push = await sent(here, simple(1), version=record.version, idempotency_key="secret")
+    commits = [asyncio.create_task(here.pushes.commit(ask(push))) for _ in range(2)]
+    await asked.wait()
+    await asyncio.sleep(0.05)
+    assert (record.commit, record.to_info().content_digest) == (None, "")
+    assert not any(commit.done() for commit in commits)
+    if counts:
+        in_place.decide()
+        assert [answer.version for answer in await asyncio.gather(*commits)] == [record.version] * 2
+        return
+    error = WeightSyncError(Reason.APPLY_RESTORED, "a rank holds something else")
+    await here.pushes.give_up(record, error)
+    assert await asyncio.gather(*commits, return_exceptions=True) == [error] * 2
+    assert here.model.table.find(record.version) is None
+
+
 async def test_a_caller_that_leaves_does_not_stop_the_commit(tmp_path: Path) -> None:
     fetchers = Threads()
     fetchers.gate = asyncio.Event()
@@ -275,9 +300,7 @@ async def test_a_commit_under_way_ends_before_a_new_writer_is_told(tmp_path: Pat
         with pytest.raises(WeightSyncError) as caught:
             await call
         assert caught.value.reason is Reason.EPOCH_STALE
-        await asyncio.sleep(0.05)
-        assert here.model.table.list() == []
-        assert stored(here) == []
+        await until(lambda: not here.model.table.list() and not stored(here))
 
 
 async def test_a_push_in_memory_says_that_it_is_not_durable(tmp_path: Path) -> None:
@@ -286,8 +309,7 @@ async def test_a_push_in_memory_says_that_it_is_not_durable(tmp_path: Path) -> N
         assert not response.commit.durable
         for version in range(2, 6):
             assert await here.push(simple(version)) == version
-        await asyncio.sleep(0.01)
-        assert [record.version for record in here.model.table.list()] == [5, 4]
+        await until(lambda: [record.version for record in here.model.table.list()] == [5, 4])
 
 
 async def test_segments_are_reused_and_ended_pushes_keep_little(here: World) -> None:

@@ -135,9 +135,7 @@ async def step(
             assert error.metadata["received_bytes"] == str(after[shard.index])
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=SIZES, plan=plans())
 def test_any_interleaving_with_cuts_and_resume(
     sizes: list[int], plan: list[tuple[int, int, int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightsync.shm.incoming_version import IpcAddresses
-from weightsync_server.push.sources.ipc_opened import Places
+from weightsync_server.push.sources.gpu_copies import Places
 
 _HANDLE = b"h" * 64
 

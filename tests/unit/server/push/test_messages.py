@@ -31,7 +31,7 @@ _chunks = st.builds(field, st.just(4), _bodies, spare=_spare, more=_more)
 _messages = _chunks | st.lists(_chunks | _fields, max_size=3).map(b"".join)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(_messages)
 @example(field(4, number(1, 0) + number(2, 0) + field(3, b"")))
 @example(field(4, number(2, 1 << 64) + field(3, b"x")))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from weightsync_server.residency.leases import SlotLease
+    from weightsync_server.residency.slot import SlotLease
 
 
 @pytest.fixture

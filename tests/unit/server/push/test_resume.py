@@ -69,6 +69,12 @@ async def half(here: World, sent: int = 22, **fields: Any) -> pb.BeginPushRespon
     return begun
 
 
+async def interrupted(folder: Path) -> pb.BeginPushResponse:
+    """Return a push in the midst of which the server ended."""
+    async with life(folder) as here:
+        return await half(here)
+
+
 def received(shard_progress: list[pb.ShardProgress]) -> dict[int, int]:
     return {progress.shard: progress.received_bytes for progress in shard_progress}
 
@@ -82,8 +88,7 @@ async def finish(here: World, push_id: str, offset: int) -> pb.CommitPushRespons
 
 
 async def test_an_open_push_goes_on_after_a_restart(tmp_path: Path) -> None:
-    async with life(tmp_path) as here:
-        begun = await half(here)
+    begun = await interrupted(tmp_path)
     async with life(tmp_path) as here:
         told = here.pushes.get(pb.GetPushRequest(push_id=begun.push_id))
         again = await here.pushes.begin(begin(shard_count=2, idempotency_key="k"), None)
@@ -143,8 +148,7 @@ async def test_a_slow_disk_is_waited_for_before_too_much_could_be_lost(tmp_path:
 
 @pytest.mark.parametrize("place", [10, 9 * CHUNK, 21 * CHUNK])
 async def test_a_flipped_bit_in_what_was_kept_is_sent_again(tmp_path: Path, place: int) -> None:
-    async with life(tmp_path) as here:
-        begun = await half(here)
+    begun = await interrupted(tmp_path)
     path = tmp_path / "store" / "m" / "v1" / "0.safetensors"
     data = bytearray(path.read_bytes())
     data[place] ^= 1
@@ -165,8 +169,7 @@ async def test_a_flipped_bit_in_what_was_kept_is_sent_again(tmp_path: Path, plac
 
 @pytest.mark.parametrize("cut", range(0, 400, 23))
 async def test_a_list_torn_anywhere_tells_what_it_still_proves(tmp_path: Path, cut: int) -> None:
-    async with life(tmp_path) as here:
-        begun = await half(here)
+    begun = await interrupted(tmp_path)
     path = tmp_path / "store" / "m" / "v1" / "0.safetensors.kept"
     whole = checkpoint_index.read(str(path).removesuffix(checkpoint_index.SUFFIX)).end
     torn = path.read_bytes()[:cut]
@@ -182,8 +185,7 @@ async def test_a_list_torn_anywhere_tells_what_it_still_proves(tmp_path: Path, c
 
 
 async def test_a_complete_shard_that_was_damaged_is_missing_at_the_commit(tmp_path: Path) -> None:
-    async with life(tmp_path) as here:
-        begun = await half(here)
+    begun = await interrupted(tmp_path)
     path = tmp_path / "store" / "m" / "v1" / "1.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -202,8 +204,7 @@ def received_after(here: World, push_id: str) -> dict[int, int]:
 
 
 async def test_a_newer_writer_ends_what_survived(tmp_path: Path) -> None:
-    async with life(tmp_path) as here:
-        begun = await half(here)
+    begun = await interrupted(tmp_path)
     async with life(tmp_path) as here:
         await here.model.epochs.acquire("another")
         with pytest.raises(WeightSyncError) as caught:
@@ -228,8 +229,7 @@ async def test_a_writer_that_was_replaced_in_a_crash_ends_at_the_start(tmp_path:
 
 
 async def test_what_nobody_asks_for_is_removed_when_it_was_idle_too_long(tmp_path: Path) -> None:
-    async with life(tmp_path) as here:
-        begun = await half(here)
+    begun = await interrupted(tmp_path)
     async with life(tmp_path, limits={"resume_timeout_s": 0.1}) as here:
         assert here.model.table.get(1).durability == pb.DURABILITY_RECEIVING
         await until(lambda: not (tmp_path / "store" / "m" / "v1").exists())
@@ -239,8 +239,7 @@ async def test_what_nobody_asks_for_is_removed_when_it_was_idle_too_long(tmp_pat
 
 
 async def test_an_abort_removes_what_survived(tmp_path: Path) -> None:
-    async with life(tmp_path) as here:
-        begun = await half(here)
+    begun = await interrupted(tmp_path)
     async with life(tmp_path) as here:
         await here.pushes.abort(pb.AbortPushRequest(push_id=begun.push_id))
         assert not (tmp_path / "store" / "m" / "v1").exists()
@@ -262,8 +261,7 @@ async def test_nothing_survives_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("garbage", [b"", b"{}", bytes(4096), b'{"xxh3_128":"0","document":{}}'])
 async def test_a_damaged_record_of_a_push_is_removed(tmp_path: Path, garbage: bytes) -> None:
-    async with life(tmp_path) as here:
-        begun = await half(here)
+    begun = await interrupted(tmp_path)
     (tmp_path / "store" / "m" / "v1" / "push.json").write_bytes(garbage)
     async with life(tmp_path) as here:
         with pytest.raises(WeightSyncError) as caught:
@@ -273,8 +271,7 @@ async def test_a_damaged_record_of_a_push_is_removed(tmp_path: Path, garbage: by
 
 
 async def test_no_slot_leaves_a_push_asleep(tmp_path: Path) -> None:
-    async with life(tmp_path) as here:
-        begun = await half(here)
+    begun = await interrupted(tmp_path)
     async with life(tmp_path, limits={"slot_wait_s": 0.05}) as here:
         for version in (5, 6):
             await here.pushes.begin(begin(version=version), None)

@@ -9,21 +9,20 @@ import pytest
 from tests.unit.server.world import World, begin, simple
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.same_host_server import PeerCredentials
+from weightsync.shm.same_host import PeerCredentials
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.auth.callers import caller
 from weightsync_server.push.sources.same_host import OFFER_S, SameHostOffers, is_here
-from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
+from weightsync_server.workers.fetch.gpu_copy import GpuFetchPool
 
 HERE = "unix:"
 PEER = PeerCredentials(1, 2)
 
 
 async def offered(
-    lender: SameHostOffers, here: World, peer: str = HERE, **fields: object
+    offers: SameHostOffers, here: World, peer: str = HERE, who: str = "", **fields: object
 ) -> pb.SameHostOffer:
-    response = await here.pushes.begin(begin(same_host=pb.SameHostSource(), **fields), 10)
-    lender.offer(response, peer)
+    response = await here.pushes.begin(begin(same_host=pb.SameHostSource(), **fields), 10, who)
+    offers.offer(response, peer, who=who)
     return response.same_host_offer
 
 
@@ -45,47 +44,43 @@ def test_only_peers_on_this_host_are_here(peer: str, here: bool) -> None:
 
 
 async def test_an_offer_opens_its_push_once(here: World, tmp_path: Path) -> None:
-    lender = SameHostOffers(here.pushes, tmp_path / "t.sock", GpuFetchPool())
-    offer = await offered(lender, here)
+    offers = SameHostOffers(here.pushes, tmp_path / "t.sock", GpuFetchPool())
+    offer = await offered(offers, here)
     assert offer.socket == str(tmp_path / "t.sock")
     assert len(offer.secret) > 40
-    push, writer = lender.redeem(offer.secret, PEER)
+    push, writer = offers.redeem(offer.secret, PEER)
     assert writer == 0
     assert push.state.record.version == 1
     with pytest.raises(WeightSyncError) as told:
-        lender.redeem(offer.secret, PEER)
+        offers.redeem(offer.secret, PEER)
     assert told.value.reason is Reason.PERMISSION_DENIED
 
 
 async def test_an_offer_ends_with_time_with_the_next_and_with_its_push(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lender = SameHostOffers(here.pushes, tmp_path / "t.sock", GpuFetchPool())
-    first = await offered(lender, here, idempotency_key="k")
-    second = await offered(lender, here, idempotency_key="k")
+    offers = SameHostOffers(here.pushes, tmp_path / "t.sock", GpuFetchPool())
+    first = await offered(offers, here, idempotency_key="k")
+    second = await offered(offers, here, idempotency_key="k")
     with pytest.raises(WeightSyncError, match="opens no push"):
-        lender.redeem(first.secret, PEER)
+        offers.redeem(first.secret, PEER)
     now = clock.monotonic()
     with monkeypatch.context() as later:
         later.setattr(clock, "monotonic", lambda: now + OFFER_S + 1)
         with pytest.raises(WeightSyncError, match="too old"):
-            lender.redeem(second.secret, PEER)
+            offers.redeem(second.secret, PEER)
     response = await here.pushes.begin(begin(same_host=pb.SameHostSource()), 10)
-    lender.offer(response, HERE)
+    offers.offer(response, HERE)
     await here.pushes.abort(pb.AbortPushRequest(push_id=response.push_id))
     with pytest.raises(WeightSyncError) as told:
-        lender.redeem(response.same_host_offer.secret, PEER)
+        offers.redeem(response.same_host_offer.secret, PEER)
     assert told.value.reason is Reason.PUSH_ABORTED
 
 
 async def test_nobody_else_gets_one(here: World, tmp_path: Path) -> None:
-    lender = SameHostOffers(here.pushes, tmp_path / "t.sock", GpuFetchPool())
+    offers = SameHostOffers(here.pushes, tmp_path / "t.sock", GpuFetchPool())
     await here.push(simple(1), idempotency_key="done")
-    assert not (await offered(lender, here, idempotency_key="done")).secret
-    assert not (await offered(lender, here, "ipv4:10.0.3.7:1", idempotency_key="mine")).secret
-    await offered(lender, here, idempotency_key="mine")
-    token = caller.set("somebody else")
-    try:
-        assert not (await offered(lender, here, idempotency_key="mine")).secret
-    finally:
-        caller.reset(token)
+    assert not (await offered(offers, here, idempotency_key="done")).secret
+    assert not (await offered(offers, here, "ipv4:10.0.3.7:1", idempotency_key="mine")).secret
+    await offered(offers, here, idempotency_key="mine")
+    assert not (await offered(offers, here, who="somebody else", idempotency_key="mine")).secret

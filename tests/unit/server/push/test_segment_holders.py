@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import ShardEntry
 from weightsync.shm.segments import Segment
 from weightsync_server.push import verification
-from weightsync_server.push.box_upload import BoxUpload
-from weightsync_server.push.segment_holders import holds
+from weightsync_server.push.shard_part import ShardPart, ShardState
+from weightsync_server.push.verification import holds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,10 +80,11 @@ async def test_others_go_on_while_the_descriptors_are_gone_through(
     monkeypatch.setattr(verification, "_LOOKS", 0)
     lent = segment.lend()
     try:
-        upload = BoxUpload(3, 0, (), (), (), 0, [], borrower=os.getpid())
+        part = ShardPart.of_slices(ShardState(0, ShardEntry("s", 8, 0)), 3, (), (), ())
+        part.holder = os.getpid()
         asyncio.get_running_loop().call_later(0.05, others.set)
         with pytest.raises(WeightSyncError, match="writer 3 still holds") as caught:
-            await verification.check_taken_back(0, segment, [upload])
+            await verification.check_taken_back(0, segment, [part])
         assert caught.value.reason is Reason.WRITER_LEFT
         assert went_on == [True]
     finally:

@@ -17,12 +17,12 @@ from tests.unit.server.deltas.pushing import until
 from tests.unit.server.push.boxes import Held, Writer, part, push_all, sharded, version
 from tests.unit.server.world import World, content, make_shard, simple, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.boxes import Box
 from weightsync.model.digest import tensor_digest
-from weightsync.shm.same_host_server import PeerCredentials
+from weightsync.model.tensor_slices import Box
+from weightsync.shm.same_host import PeerCredentials
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.push.sources.same_host import SameHostOffers
-from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
+from weightsync_server.workers.fetch.gpu_copy import GpuFetchPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -341,7 +341,7 @@ async def test_boxes_in_a_push_of_one_are_refused(box_world: World) -> None:
 
 
 async def test_memory_is_lent_to_who_sends_of_it_alone(box_world: World, tmp_path: Path) -> None:
-    lender = SameHostOffers(box_world.pushes, tmp_path / "t.sock", GpuFetchPool())
+    offers = SameHostOffers(box_world.pushes, tmp_path / "t.sock", GpuFetchPool())
     shards = version(shards=1)
     first, second = sharded(shards, 2)
     nothing = second.held[0]
@@ -352,8 +352,8 @@ async def test_memory_is_lent_to_who_sends_of_it_alone(box_world: World, tmp_pat
     for writer in (first, second):
         response = await writer.begin(box_world, same_host=pb.SameHostSource())
         await writer.stream(box_world, [*shards[0].layout(), writer.held[0].boxes()])
-        lender.offer(response, "unix:", writer.number)
-        session = lender.desk(PeerCredentials(1, 2))
+        offers.offer(response, "unix:", writer.number)
+        session = offers.session(PeerCredentials(1, 2))
         await asyncio.to_thread(session.redeem, response.same_host_offer.secret)
         sessions.append(session)
     # It could write into what is proved by then.
@@ -381,7 +381,7 @@ async def test_memory_is_lent_to_who_sends_of_it_alone(box_world: World, tmp_pat
 async def test_the_writer_that_keeps_memory_open_is_named(
     box_world: World, tmp_path: Path, mapped: bool
 ) -> None:
-    lender = SameHostOffers(box_world.pushes, tmp_path / "t.sock", GpuFetchPool())
+    offers = SameHostOffers(box_world.pushes, tmp_path / "t.sock", GpuFetchPool())
     shards = version(shards=1)
     writers = sharded(shards, 2)
     sessions, keepers = [], []
@@ -389,9 +389,9 @@ async def test_the_writer_that_keeps_memory_open_is_named(
         for writer in writers:
             response = await writer.begin(box_world, same_host=pb.SameHostSource())
             await writer.stream(box_world, [*shards[0].layout(), writer.held[0].boxes()])
-            lender.offer(response, "unix:", writer.number)
+            offers.offer(response, "unix:", writer.number)
             keepers.append(Keeper(mapped=mapped))
-            session = lender.desk(PeerCredentials(keepers[-1].pid, os.getuid()))
+            session = offers.session(PeerCredentials(keepers[-1].pid, os.getuid()))
             await asyncio.to_thread(session.redeem, response.same_host_offer.secret)
             sessions.append(session)
             lease = await asyncio.to_thread(session.lend, 0)

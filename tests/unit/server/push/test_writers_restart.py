@@ -41,6 +41,14 @@ async def half(here: World, writers: Sequence[Writer]) -> None:
     assert push.state.shards[0].durable_bytes == push.state.shards[0].entry.size
 
 
+async def cut(folder: Path, shards: list[Shard], count: int = COUNT) -> list[Writer]:
+    """Return the writers of a push in the midst of which the server ended."""
+    writers = sharded(shards, count)
+    async with life(folder) as here:
+        await half(here, writers)
+    return writers
+
+
 async def go_on(here: World, writer: Writer) -> pb.CommitPushResponse:
     """Do what a client does that was cut: ask, declare, send what is not there, and digests."""
     asked = pb.GetPushRequest(push_id=writer.push_id, writer=writer.number)
@@ -73,9 +81,7 @@ def _shards() -> list[Shard]:
 
 
 async def test_whole_shards_are_not_sent_again(tmp_path: Path, shards: list[Shard]) -> None:
-    writers = sharded(shards, COUNT)
-    async with life(tmp_path) as here:
-        await half(here, writers)
+    writers = await cut(tmp_path, shards)
     async with life(tmp_path) as here:
         # It waits for its writers, and holds no memory meanwhile.
         (waiting,) = here.pushes.status()
@@ -89,9 +95,7 @@ async def test_whole_shards_are_not_sent_again(tmp_path: Path, shards: list[Shar
 
 
 async def test_a_stream_alone_takes_it_up(tmp_path: Path, shards: list[Shard]) -> None:
-    writers = sharded(shards, COUNT)
-    async with life(tmp_path) as here:
-        await half(here, writers)
+    writers = await cut(tmp_path, shards)
     async with life(tmp_path) as here:
         for writer in writers:
             push = here.pushes.get(pb.GetPushRequest(push_id=writer.push_id, writer=writer.number))
@@ -107,9 +111,7 @@ async def test_a_stream_alone_takes_it_up(tmp_path: Path, shards: list[Shard]) -
 async def test_one_that_does_not_come_back_ends_it_for_all(
     tmp_path: Path, shards: list[Shard]
 ) -> None:
-    writers = sharded(shards, COUNT)
-    async with life(tmp_path) as here:
-        await half(here, writers)
+    writers = await cut(tmp_path, shards)
     async with life(tmp_path) as here:
         answers = await all_go_on(here, writers[:-1])
         for answer in answers:
@@ -127,9 +129,7 @@ async def test_one_that_does_not_come_back_ends_it_for_all(
 async def test_one_that_comes_back_with_other_bytes_is_named(
     tmp_path: Path, shards: list[Shard]
 ) -> None:
-    writers = sharded(shards, COUNT)
-    async with life(tmp_path) as here:
-        await half(here, writers)
+    writers = await cut(tmp_path, shards)
     # The shard that was kept is the one in which it has others.
     writers[2].held[0] = sharded(version(1, shards=3), COUNT)[2].held[0]
     async with life(tmp_path) as here:
@@ -143,9 +143,7 @@ async def test_one_that_comes_back_with_other_bytes_is_named(
 async def test_one_that_shards_otherwise_now_proves_what_was_kept(
     tmp_path: Path, shards: list[Shard]
 ) -> None:
-    writers = sharded(shards, COUNT)
-    async with life(tmp_path) as here:
-        await half(here, writers)
+    writers = await cut(tmp_path, shards)
     again = sharded(shards, COUNT, along=1)
     for one, before in zip(again, writers, strict=True):
         one.push_id = before.push_id
@@ -157,9 +155,7 @@ async def test_one_that_shards_otherwise_now_proves_what_was_kept(
 async def test_what_was_damaged_on_the_disk_comes_again(
     tmp_path: Path, shards: list[Shard]
 ) -> None:
-    writers = sharded(shards, COUNT)
-    async with life(tmp_path) as here:
-        await half(here, writers)
+    writers = await cut(tmp_path, shards)
     (kept,) = [
         path for path in (tmp_path / "store").rglob("*") if path.is_file() and _is_shard(path)
     ]
@@ -262,9 +258,7 @@ async def test_what_was_kept_is_declared_as_changes_and_then_whole(
 async def test_other_boxes_of_what_was_kept_are_refused(
     tmp_path: Path, shards: list[Shard]
 ) -> None:
-    writers = sharded(shards, 2)
-    async with life(tmp_path) as here:
-        await half(here, writers)
+    writers = await cut(tmp_path, shards, 2)
     other = sharded(shards, 2, along=1)[0].held[0]
     async with life(tmp_path) as here:
         await go_on_with(here, writers[0], writers[0].held[0])
@@ -279,9 +273,7 @@ async def go_on_with(here: World, writer: Writer, held: Held) -> None:
 async def test_while_the_server_reads_back_no_writer_is_late(
     tmp_path: Path, shards: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writers = sharded(shards, COUNT)
-    async with life(tmp_path) as here:
-        await half(here, writers)
+    writers = await cut(tmp_path, shards)
     async with life(tmp_path) as here:
         restore = here.model.fetch.restore
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.server.world import Threads, World, simple, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.residency.leases import SlotLease
+from weightsync_server.residency.slot import SlotLease
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

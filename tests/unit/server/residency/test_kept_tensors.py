@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,9 +12,10 @@ import pytest
 from safetensors.numpy import load, save
 
 from tests.support.deltas import as_shard, layout_of
+from tests.support.open_files import open_files, opened_since
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Manifest
-from weightsync_server.residency.kept_tensors import kept_files
+from weightsync_server.residency.adoption import kept_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -114,10 +114,10 @@ def test_a_tied_head_that_was_written_out_does_not_stay_as_it_was(
 def test_what_the_version_has_not_is_refused(
     base: tuple[Manifest, list[Any]], tensors: Any, sentence: str
 ) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files()
     with pytest.raises(WeightSyncError) as caught:
         _kept(base, tensors)
     assert caught.value.reason is Reason.ENGINE_REFUSED
     assert sentence in caught.value.message
     assert caught.value.message.startswith("send all tensors, or those of the version")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert opened_since(before) == []

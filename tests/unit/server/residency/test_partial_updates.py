@@ -14,7 +14,7 @@ import pytest
 from tests.unit.server.deltas.pushing import until
 from tests.unit.server.world import simple
 from weightsync_server.residency import adoption
-from weightsync_server.residency.kept_tensors import kept_files
+from weightsync_server.residency.adoption import kept_files
 
 if TYPE_CHECKING:
     from tests.unit.server.conftest import Offered

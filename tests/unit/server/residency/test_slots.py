@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.open_files import open_files, opened_since
 from tests.unit.server.world import (
     MODEL,
     Shard,
@@ -22,15 +23,15 @@ from tests.unit.server.world import (
     simple,
     world,
 )
-from weightsync import free_memory
+from weightsync import process_limits
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
-from weightsync_server.residency import budget as budgets
-from weightsync_server.residency.budget import SegmentBudget
-from weightsync_server.residency.segments import MAKERS
+from weightsync_server.catalog.version_events import SlotWanted
+from weightsync_server.residency import segment_allocator
+from weightsync_server.residency.segment_allocator import MAKERS, SegmentBudget
 
 
 def held(here: World) -> list[tuple[int, str]]:
@@ -40,7 +41,7 @@ def held(here: World) -> list[tuple[int, str]]:
 def waits(here: World) -> asyncio.Queue[None]:
     """Return what gets an item whenever somebody begins to wait for a slot."""
     told: asyncio.Queue[None] = asyncio.Queue()
-    here.model.slots.on_wait = lambda: told.put_nowait(None)
+    here.model.events.on(SlotWanted, lambda _: told.put_nowait(None))
     return told
 
 
@@ -219,7 +220,7 @@ async def test_a_reader_that_is_no_engine_exposes_nothing(here: World) -> None:
 
 
 async def test_all_memory_and_descriptors_come_back(tmp_path: Path) -> None:
-    count = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    before = open_files()
     async with world(tmp_path) as here:
         here.model.segments.engines.add("engine")
         for seed in range(4):
@@ -233,7 +234,7 @@ async def test_all_memory_and_descriptors_come_back(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     assert budget.reserved == 0
     assert budget._untouched == 0
-    assert len(os.listdir("/proc/self/fd")) == count  # noqa: PTH208
+    assert opened_since(before) == []
 
 
 async def test_the_memory_of_idle_slots_is_given_up_for_a_push(tmp_path: Path) -> None:
@@ -281,7 +282,7 @@ async def test_a_cancelled_creation_leaks_nothing(
         made.append(create(size))
         return made[-1]
 
-    monkeypatch.setattr("weightsync_server.residency.segments.Segment.create", slow)
+    monkeypatch.setattr("weightsync_server.residency.segment_allocator.Segment.create", slow)
     task = asyncio.create_task(here.model.segments.create(1 << 20))
     await asyncio.sleep(0.01)
     assert here.budget.reserved == 1 << 20
@@ -311,7 +312,7 @@ async def test_few_segments_are_made_at_once(here: World, monkeypatch: pytest.Mo
             with lock:
                 begun[0] -= 1
 
-    monkeypatch.setattr("weightsync_server.residency.segments.Segment.create", counted)
+    monkeypatch.setattr("weightsync_server.residency.segment_allocator.Segment.create", counted)
     keeper = here.model.segments
     made = await asyncio.gather(*(keeper.create(1) for _ in range(3 * MAKERS + 1)))
     assert most[0] == MAKERS
@@ -325,7 +326,7 @@ async def test_memory_that_the_host_refuses(here: World, monkeypatch: pytest.Mon
     def refuse(size: int) -> Any:
         raise WeightSyncError(Reason.MEMORY_EXHAUSTED, f"the host refused {size}")
 
-    monkeypatch.setattr("weightsync_server.residency.segments.Segment.create", refuse)
+    monkeypatch.setattr("weightsync_server.residency.segment_allocator.Segment.create", refuse)
     with pytest.raises(WeightSyncError, match="the host refused"):
         await here.push(simple())
     assert here.budget.reserved == 0
@@ -342,21 +343,21 @@ def cgroup(folder: Path, limit: str, used: int, inactive: int) -> None:
 
 
 def test_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "_own_cgroup", lambda: "a/b")
-    host = free_memory.available_bytes(tmp_path)
+    monkeypatch.setattr(process_limits, "_own_cgroup", lambda: "a/b")
+    host = process_limits.available_bytes(tmp_path)
     assert host > 1 << 20
     cgroup(tmp_path / "a" / "b", "max", 0, 0)
-    assert free_memory.available_bytes(tmp_path) > 1 << 20
+    assert process_limits.available_bytes(tmp_path) > 1 << 20
     cgroup_of = tmp_path / "a"
     (cgroup_of / "memory.max").write_text("5000000")
     (cgroup_of / "memory.current").write_text("4000000")
     (cgroup_of / "memory.stat").write_text("inactive_file 300000\nx 1")
-    assert free_memory.available_bytes(tmp_path) == 1_300_000
+    assert process_limits.available_bytes(tmp_path) == 1_300_000
 
 
 def test_a_budget_looks_at_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 1 << 30
-    monkeypatch.setattr(budgets, "available_bytes", lambda: free)
+    monkeypatch.setattr(segment_allocator, "available_bytes", lambda: free)
     assert SegmentBudget().limit == free * 8 // 10
     budget = SegmentBudget(1 << 40)
     budget.reserve(600 << 20)

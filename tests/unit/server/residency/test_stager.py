@@ -26,12 +26,13 @@ from tests.unit.server.world import (
 )
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.version_events import SlotWanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from weightsync.shm.segment_socket import OfferedFile
-    from weightsync_server.residency.leases import SlotLease
+    from weightsync_server.residency.slot import SlotLease
 
 CODE = grpc.StatusCode
 
@@ -269,7 +270,7 @@ async def test_no_push_is_named_where_none_holds_a_slot(here: World) -> None:
 async def read_of(here: World, version: int) -> asyncio.Task[SlotLease]:
     """Begin to stage a version; return when that waits for a slot."""
     waits = asyncio.Event()
-    here.model.slots.on_wait = waits.set
+    here.model.events.on(SlotWanted, lambda _: waits.set())
     staging = asyncio.create_task(here.model.stager.stage(version, 5))
     await waits.wait()
     return staging

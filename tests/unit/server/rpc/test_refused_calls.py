@@ -19,7 +19,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_server import app as app_module
 from weightsync_server.app import App
-from weightsync_server.settings import Settings
+from weightsync_server.flags import Flags
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -95,7 +95,7 @@ async def channel(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[grpc.aio.Cha
             "max_pushes": 16,
             "slots": 16,
         }
-        app = App(Settings(**values))
+        app = App(Flags(**values).tree)
         await app.start()
         async with grpc.aio.insecure_channel(values["listen"][0]) as opened:
             yield opened

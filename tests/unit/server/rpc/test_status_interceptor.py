@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 from tests.unit.server.engine.plant import until
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import from_call
-from weightsync_server.ops.deadlines import DeadlineMonitor
-from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics, _Guard
+from weightsync_server.rpc.status_interceptor import GuardedCall, GuardInterceptor
+from weightsync_server.usecases.guard import CallGuard, Method, RpcMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 KINDS = {"Unary": "unary", "Sent": "client_stream", "Got": "server_stream", "Both": "bidi_stream"}
 
@@ -109,8 +109,8 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     service, registry = Service(), CollectorRegistry()
     faults: list[None] = []
-    guard = GuardInterceptor(RpcMetrics(registry), lambda: faults.append(None))
-    server = grpc.aio.server(interceptors=[guard])
+    guard = CallGuard(RpcMetrics(registry), lambda: faults.append(None))
+    server = grpc.aio.server(interceptors=[GuardInterceptor(guard)])
     handlers: dict[str, Any] = {
         "Unary": grpc.unary_unary_rpc_method_handler(service.unary),
         "Sent": grpc.stream_unary_rpc_method_handler(service.sent),
@@ -230,15 +230,35 @@ class LeftCall:
     def cancelled(self) -> bool:
         return False
 
+    def time_remaining(self) -> None:
+        return None
+
+    def peer(self) -> str:
+        return "unix:"
+
+    def code(self) -> None:
+        return None
+
+
+class Ends(RpcMetrics):
+    """Keeps how calls ended."""
+
+    def __init__(self) -> None:
+        self.codes: list[grpc.StatusCode] = []
+
+    def start(self, kind: str, service: str, method: str) -> Callable[[grpc.StatusCode], None]:
+        return self.codes.append
+
 
 async def test_a_message_that_nobody_is_there_to_take_is_no_fault() -> None:
-    ends: list[grpc.StatusCode] = []
+    ends = Ends()
     faults: list[None] = []
     service = Service()
-    guard = _Guard(lambda: ends.append, lambda: faults.append(None), "Got", 10, DeadlineMonitor())
+    guard = CallGuard(ends, lambda: faults.append(None))
+    call = GuardedCall(guard, Method("t.T", "Got", sends_stream=False, gets_stream=True), 10)
     with pytest.raises(asyncio.CancelledError):
-        await guard.stream(cast("Any", service.got), b"a", LeftCall())
-    assert (ends, faults) == ([grpc.StatusCode.CANCELLED], [])
+        await call.stream(service.got, b"a", LeftCall())
+    assert (ends.codes, faults) == ([grpc.StatusCode.CANCELLED], [])
     assert service.ended == ["got"]
 
 

@@ -50,16 +50,25 @@ def bucket(s3: ObjectServer, reached: Callable[..., None], tmp_path: Path) -> st
     return f"{s3.url}/{tmp_path.name}"
 
 
-@pytest.fixture(params=["local", "memory", "s3", "az"])
+#: Kinds of stores, and what opens each in an empty folder; None: a server of objects by that name.
+KINDS: dict[str, str | None] = {
+    "local": "{root}",
+    "memory": "memory://",
+    "s3": None,
+    "az": None,
+}
+
+
+@pytest.fixture(params=KINDS)
 async def any_store(
     request: pytest.FixtureRequest, root: Path, reached: Callable[..., None]
 ) -> Store:
     """Return an opened store of each kind."""
-    urls = {"local": str(root), "memory": "memory://"}
-    if request.param not in urls:
+    url = KINDS[request.param]
+    if url is None:
         server: ObjectServer = request.getfixturevalue(request.param)
         reached(server)
-        urls[request.param] = f"{server.url}/{root.parent.name}"
-    opened = open_store(urls[request.param])
+        url = f"{server.url}/{root.parent.name}"
+    opened = open_store(url.format(root=root))
     assert await opened.open() == []
     return opened

@@ -16,8 +16,12 @@ from tests.support.versions import Version, make_version
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops import durable_files
 from weightsync_server.store import open_store
-from weightsync_server.store.documents import read_document, write_document
-from weightsync_server.store.store_records import CommitRecord, PushRecord
+from weightsync_server.store.store_records import (
+    CommitRecord,
+    PushRecord,
+    read_document,
+    write_document,
+)
 
 if TYPE_CHECKING:
     from weightsync_server.store.protocol import Store

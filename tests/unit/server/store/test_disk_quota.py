@@ -15,8 +15,8 @@ from tests.unit.server.deltas.pushing import send, sparse_history
 from tests.unit.server.world import World, begin, content, make_shard, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.catalog.retention import Retention
-from weightsync_server.deltas import ChainLimits
+from weightsync_server.catalog.garbage_collector import Retention
+from weightsync_server.deltas import ChainSettings
 from weightsync_server.store.disk_quota import DiskQuota
 from weightsync_server.store.local.local_store import LocalStore
 from weightsync_server.store.protocol import Store
@@ -265,7 +265,7 @@ async def test_a_commit_that_needs_more_room_does_not_wait_for_its_own_end(
 ) -> None:
     old, new = sparse_history(1)
     # A delta of a version must be kept in full.
-    async with world(tmp_path, chains=ChainLimits(length=0)) as here:
+    async with world(tmp_path, chains=ChainSettings(length=0)) as here:
         await here.push(old)
         sent = await send(here, delta_of(old, new), commit=None, **delta_begin(old))
         disk, deletion = SmallDisk(monkeypatch), asyncio.get_running_loop().create_future()

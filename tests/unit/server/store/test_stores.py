@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,9 +13,11 @@ import pytest
 
 from tests.support.versions import make_version
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops import durable_files
 from weightsync_server.store import open_store
 from weightsync_server.store.local.local_store import LocalStore
 from weightsync_server.store.memory_store import MemoryStore
+from weightsync_server.store.objects.object_keys import is_location
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -32,7 +35,8 @@ def test_a_url_names_a_store(tmp_path: Path) -> None:
     assert local.durable
     assert open_store(local.url).url == local.url
     assert local.shard_path("m", 3, 0) == f"{tmp_path}/with space/m/v3/0.safetensors"
-    assert open_store("some/where").url == (Path.cwd() / "some/where").as_uri()
+    for folder in ("some/where", "s3", "memory"):
+        assert open_store(folder).url == (Path.cwd() / folder).as_uri()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,25 @@ async def test_committing_again_changes_nothing(any_store: Store) -> None:
     assert caught.value.reason == Reason.VERSION_CONFLICT
     await any_store.discard("m", 1)
     assert await any_store.manifest("m", 1) == version.manifest
+
+
+async def test_a_version_does_not_exist_before_the_names_of_its_shards_last(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = any_store.shard_path("m", 1, 0)
+    if place is None or is_location(place):
+        pytest.skip("its shards are no files")
+    version = make_version()
+    version.write(any_store)
+
+    def fail(folder: Path | str) -> None:
+        raise OSError(errno.EIO, "not flushed", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable_files, "flush_directory", fail)
+        with pytest.raises(WeightSyncError):
+            await any_store.commit(version.record, version.manifest)
+    assert await any_store.open() == []
 
 
 async def test_a_deleted_version_is_gone(any_store: Store) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from weightsync.vllm.apply.copy_table import CopyGeometry, CopyTable
 from weightsync.vllm.apply.parallel import SliceThreads
-from weightsync.vllm.apply.writes import write_each
+from weightsync.vllm.apply.writes import CopyGeometry, CopyTable, write_each
 from weightsync.vllm.plan.load_plan import LoadPlan
 
 if TYPE_CHECKING:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from weightsync.vllm.apply import host_find
-from weightsync.vllm.apply.host_find import Differences, find_differences
+from weightsync.model.tensor_bits import as_ints
+from weightsync.vllm.apply import host_params
+from weightsync.vllm.apply.host_params import Differences, find_differences
 from weightsync.vllm.apply.parallel import SliceThreads
 from weightsync.vllm.apply.writes import differ, put
 from weightsync.vllm.plan import int_views
-from weightsync.vllm.plan.int_views import StoppedError, as_ints, memory_of
+from weightsync.vllm.plan.int_views import StoppedError, memory_of
 from weightsync.vllm.plan.live_params import view_of
 from weightsync.vllm.plan.load_plan import Slice, Strides
 
@@ -92,7 +93,7 @@ def test_nan_payloads_and_the_sign_of_zero_count() -> None:
 def test_column_shards_and_fused_rows_of_blocks(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_find, "_BLOCK", 100)
+    monkeypatch.setattr(host_params, "_BLOCK", 100)
     old = torch.randn(40, 30).to(dtype)
     new = _flipped(old, 0.05)
     live = torch.zeros(90, 15, dtype=dtype)
@@ -176,7 +177,7 @@ def test_there_is_no_patch_when_it_moves_half_as_much_as_a_copy() -> None:
 def test_a_slice_that_begins_with_another_content_is_not_read_to_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_find, "_BLOCK", 10)
+    monkeypatch.setattr(host_params, "_BLOCK", 10)
     asked: list[int] = []
     old = [torch.zeros(1000), torch.zeros(9000)]
     new = [torch.ones(1000), torch.zeros(9000)]
@@ -191,7 +192,7 @@ def test_a_slice_that_begins_with_another_content_is_not_read_to_its_end(
 
 
 def test_it_stops_between_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_find, "_BLOCK", 10)
+    monkeypatch.setattr(host_params, "_BLOCK", 10)
     asked: list[int] = []
 
     def stop() -> bool:
@@ -207,9 +208,9 @@ def test_it_stops_between_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_positions_beyond_31_bits_are_wide() -> None:
     far = Strides(2**31 - 4, (5,), (1,))
     at = torch.arange(5).numpy()
-    assert host_find._positions(at, Strides(2**31 - 6, (5,), (1,))).dtype == "int32"
-    assert host_find._positions(at, far).dtype == "int64"
-    assert host_find._positions(at, far)[-1] == 2**31
+    assert host_params._positions(at, Strides(2**31 - 6, (5,), (1,))).dtype == "int32"
+    assert host_params._positions(at, far).dtype == "int64"
+    assert host_params._positions(at, far)[-1] == 2**31
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

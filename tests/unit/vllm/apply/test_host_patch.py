@@ -13,8 +13,9 @@ from safetensors.torch import save
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync import failpoints
-from weightsync.vllm.apply import expected_digests, host_find, host_patch
-from weightsync.vllm.plan.int_views import as_ints, joined_digest_of
+from weightsync.model.tensor_bits import as_ints
+from weightsync.vllm.apply import host_ops, host_params, host_patch
+from weightsync.vllm.plan.int_views import joined_digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,8 +102,8 @@ def test_tensors_of_equal_digest_are_not_compared(
         known.extend(i for i, source in enumerate(old) if source is not None)
         return find_all(slices, old, *rest)
 
-    find_all = host_find.find_differences
-    monkeypatch.setattr(host_find, "find_differences", find)
+    find_all = host_params.find_differences
+    monkeypatch.setattr(host_params, "find_differences", find)
     rank.job("prepare", "two", stage(_nudged(toy_tensors(1), "k")), base="base")
     assert len(known) == 1
 
@@ -240,7 +241,7 @@ def test_a_check_gives_way_to_the_next_job_and_its_version_stays(
         return joined_digest_of(*args, **named)
 
     page, (reader,) = staging.pages(["0/0/0"])
-    monkeypatch.setattr(expected_digests, "joined_digest_of", slow)
+    monkeypatch.setattr(host_ops, "joined_digest_of", slow)
     assert rank.call("verify", apply_id="base", page=page, gives_way=True)["ok"]
     assert started.wait(10)
     threading.Timer(0.1, waiting.set).start()

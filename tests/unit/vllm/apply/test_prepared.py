@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from tests.unit.vllm.conftest import toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker, adopted, give_device
-from weightsync.vllm.cuda import patch_find
+from weightsync.vllm.cuda import device_patch
 from weightsync.vllm.env import Amount
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def make(
     request: pytest.FixtureRequest, staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], Worker]:
-    monkeypatch.setattr(patch_find, "_WORTH", 1)
+    monkeypatch.setattr(device_patch, "_WORTH", 1)
     give_device(monkeypatch, request.param)
     return lambda: adopted(staging, [save(toy_tensors(1))])
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.vllm.bridge.engine_cores import EngineCores
-from weightsync.vllm.bridge.llm_calls import VllmCalls
+from weightsync.vllm.bridge.llm_calls import EngineCores, VllmCalls
 
 
 class Newer:

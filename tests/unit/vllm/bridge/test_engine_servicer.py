@@ -32,13 +32,14 @@ from weightsync.engine import (
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge import engine_owner, engine_servicer
+from weightsync.vllm.bridge import engine_servicer
 from weightsync.vllm.bridge.adapter import VllmEngine
 from weightsync.vllm.bridge.engine_servicer import EngineServicer
+from weightsync.vllm.extensions import update_makers
 from weightsync.wire.rpc_status import from_call
 from weightsync_server.engine.drivers import bridge
 from weightsync_server.engine.drivers.bridge import BridgeEngine
-from weightsync_server.engine.pause_options import duration
+from weightsync_server.engine.refusals import duration
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 @asynccontextmanager
 async def _bridge(llm: Llm, folder: str) -> AsyncIterator[VllmEngine]:
     """Serve a bridge at `folder`/s; each one is another start of an engine."""
-    engine = VllmEngine(llm, "0.32.0", "bridge")
+    engine = VllmEngine(llm, "0.32.0", "bridge", update_makers())
     await engine.start()
     server = grpc.aio.server()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(engine, ""), server)
@@ -142,7 +143,7 @@ async def test_of_older_servers_the_one_that_said_hello_last_drives(
 async def test_an_owner_that_lives_keeps_its_engine(
     folder: str, first: BridgeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_owner, "_LEAVES_S", 0.01)
+    monkeypatch.setattr(engine_servicer, "_LEAVES_S", 0.01)
     second = BridgeEngine(f"unix:{folder}/s", Path("/run/of/the/second"))
     older = BridgeEngine(f"unix:{folder}/s")
     _of_an_older_release(older)
@@ -170,10 +171,32 @@ async def test_an_owner_that_lives_keeps_its_engine(
         await older.close()
 
 
+async def test_why_an_engine_does_not_serve_names_whose_it_is() -> None:
+    engine = VllmEngine(Llm(), "0.32.0", "bridge")
+    await engine.start()
+    servicer = EngineServicer(engine, "")
+    unproved = servicer.condition()
+    assert unproved == engine.condition()
+    owner = pb.Owner(server_id="a", pid=7, run_dir="/run/a")
+    owning: Any = servicer.Own(pb.OwnRequest(owner=owner), None)
+    await anext(owning)
+    named = "; the engine is that of weightsync-server (pid 7, run_dir /run/a)"
+    assert servicer.condition() == (EngineState.UNRECONCILED, unproved[1] + named)
+    await engine.fence("because of that")
+    assert servicer.condition() == (EngineState.FENCED, "because of that" + named)
+    assert (await engine.health()).reason == "because of that"
+    await engine.resume("", 7, DIGEST)
+    assert servicer.condition() == (EngineState.SERVING, "")
+    await owning.aclose()
+    await engine.fence("because of that")
+    assert servicer.condition() == (EngineState.FENCED, "because of that")
+    await engine.close()
+
+
 async def test_an_owner_whose_connection_broke_takes_the_engine_back_when_the_other_is_gone(
     folder: str, first: BridgeEngine, second: BridgeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_owner, "_LEAVES_S", 0.01)
+    monkeypatch.setattr(engine_servicer, "_LEAVES_S", 0.01)
     async with _bridge(Llm(), folder) as engine:
         await first.hello()
         await first.resume("", 7, DIGEST)
@@ -349,13 +372,14 @@ async def test_updates_are_watched_over_the_socket_until_the_watcher_leaves(
     folder: str, first: BridgeEngine, second: BridgeEngine
 ) -> None:
     async with _bridge(Llm(), folder) as engine:
+        received = _received(engine)
         await first.hello()
         async with contextlib.aclosing(first.updates.watch()) as updates:
             waiting = asyncio.ensure_future(anext(updates))
             async with asyncio.timeout(10):
-                await engine.updates._watched.wait()
-            assert engine.updates._watcher is not None
-            engine.updates._watcher.put_nowait(WaitingUpdate("u", "weightsync_ipc", "step 3"))
+                await received._watched.wait()
+            assert received._watcher is not None
+            received._watcher.put_nowait(WaitingUpdate("u", "weightsync_ipc", "step 3"))
             assert await waiting == WaitingUpdate("u", "weightsync_ipc", "step 3")
             # A server that takes over takes the watch, too.
             waiting = asyncio.ensure_future(anext(updates))
@@ -372,9 +396,16 @@ async def test_updates_are_watched_over_the_socket_until_the_watcher_leaves(
         await second.updates.end("u", 7, "")
 
 
+def _received(engine: VllmEngine) -> Any:
+    """Return what the engine receives; a tree without that extension skips the test."""
+    extension = pytest.importorskip("weightsync.vllm.extensions.received.received_updates")
+    assert isinstance(engine.updates, extension.ReceivedUpdates)
+    return engine.updates
+
+
 async def _until_nobody_watches(engine: VllmEngine) -> None:
     for _ in range(1000):
-        if engine.updates._watcher is None:
+        if _received(engine)._watcher is None:
             return
         await asyncio.sleep(0.01)
     pytest.fail("a watcher that left still counts")
@@ -419,7 +450,7 @@ async def test_server_and_bridge_of_two_releases_speak_what_both_know(
 async def test_a_server_that_cannot_drive_an_engine_leaves_it_to_one_that_can(
     monkeypatch: pytest.MonkeyPatch, folder: str, first: BridgeEngine, second: BridgeEngine
 ) -> None:
-    monkeypatch.setattr(engine_owner, "_LEAVES_S", 0.01)
+    monkeypatch.setattr(engine_servicer, "_LEAVES_S", 0.01)
     async with _bridge(Llm(), folder):
         with monkeypatch.context() as older:
             _speaking(older, bridge, 99, 99)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
+import uvicorn
 
+from weightsync.backoff import until
 from weightsync.engine import EngineState
-from weightsync.vllm.bridge.readiness_gate import Gate, GateState
+from weightsync.vllm.bridge.readiness_gate import ReadinessGate, starting
+
+_UPGRADE = (
+    b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:
@@ -22,10 +31,11 @@ async def _request(
     reason: str | None = None,
     **more: Any,
 ) -> Any:
-    gate_state = GateState()
+    condition = starting
     if state is not None:
         default = "" if state in ("serving", "paused") else "because of that"
-        gate_state.condition = lambda: (state, default if reason is None else reason)
+        told = state, default if reason is None else reason
+        condition = lambda: told  # noqa: E731
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -34,7 +44,7 @@ async def _request(
     async def receive() -> Any:
         return {"type": "websocket.connect"}
 
-    await Gate(_app, gate_state)({"type": kind, "path": path, **more}, receive, send)
+    await ReadinessGate(_app, condition)({"type": kind, "path": path, **more}, receive, send)
     return sent
 
 
@@ -74,12 +84,40 @@ async def test_what_tells_about_the_process_is_always_open(path: str) -> None:
     assert prefixed == [{"type": "passed"}]
 
 
+async def test_one_that_sleeps_can_be_woken_while_it_is_fenced() -> None:
+    assert await _request(EngineState.FENCED, "/wake_up") == [{"type": "passed"}]
+    for state in (None, EngineState.UNRECONCILED, EngineState.DEAD):
+        assert (await _request(state, "/wake_up"))[0]["status"] == 503
+    for path in ("/sleep", "/resume", "/v1/wake_up"):
+        assert (await _request(EngineState.FENCED, path))[0]["status"] == 503
+
+
 @pytest.mark.parametrize("path", ["/healthy", "/v1/health", "/health/../v1/models"])
 async def test_likenesses_are_not_open(path: str) -> None:
     assert (await _request(EngineState.FENCED, path))[0]["status"] == 503
 
 
 async def test_websockets_are_closed_and_lifespan_passes() -> None:
-    (message,) = await _request(EngineState.FENCED, "/v1/realtime", "websocket")
-    assert (message["type"], message["code"]) == ("websocket.close", 1013)
+    silent: list[dict[str, Any]] = [{}, {"extensions": {}}]
+    for more in silent:
+        (message,) = await _request(EngineState.FENCED, "/v1/realtime", "websocket", **more)
+        assert (message["type"], message["code"]) == ("websocket.close", 1013)
     assert await _request(EngineState.FENCED, "", "lifespan") == [{"type": "passed"}]
+
+
+async def test_a_websocket_is_told_why_and_that_it_may_try_again() -> None:
+    gate = ReadinessGate(_app, lambda: (EngineState.FENCED, "kept by a test"))
+    server = uvicorn.Server(uvicorn.Config(gate, lifespan="off", log_level="error"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve([listener]))
+        await until(lambda: server.started or serving.done(), 0.01)
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(_UPGRADE)
+        head, body = (await asyncio.wait_for(reader.read(), 5)).split(b"\r\n\r\n")
+        writer.close()
+        server.should_exit = True
+        await serving
+    assert head.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1" in head.lower()
+    assert json.loads(body)["error"]["message"] == "fenced: kept by a test"

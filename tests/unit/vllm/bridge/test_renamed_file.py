@@ -12,8 +12,7 @@ from safetensors.torch import load, save, save_file
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
-from weightsync.vllm.bridge.checkpoint import offer_files
-from weightsync.vllm.bridge.renamed_file import renamed
+from weightsync.vllm.bridge.checkpoint import offer_files, renamed
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from weightsync.engine import LIMITS_SERVING, EngineState, OnExpiry, OpenApply, 
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.vllm.bridge.adapter import VllmEngine
 from weightsync_server.engine.drivers.bridge import BridgeEngine
-from weightsync_server.engine.pause_options import duration
+from weightsync_server.engine.refusals import duration
 
 _FENCING = PauseSpec(on_expiry=OnExpiry.FENCE, apply=OpenApply("a1", 7, 8))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.vllm.bridge.engine_cores import EngineCores
+from weightsync.vllm.bridge.llm_calls import EngineCores
 from weightsync.vllm.bridge.support import config_refusals, safety_warnings
 from weightsync.vllm.draft import draft_refusals
 
@@ -128,7 +128,7 @@ def _drafted(parallel: dict[str, Any] | None = None, **spec: Any) -> tuple[str, 
         ),
         speculative_config=SimpleNamespace(**{"draft_parallel_config": draft, **spec}),
     )
-    return tuple(sentence for refused, sentence in draft_refusals(config) if refused)
+    return tuple(draft_refusals(config))
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"])

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import torch
 
-from weightsync.vllm.cuda.bit_compare import Comparison
+from weightsync.vllm.cuda.staged_write import Comparison
 
 
 def test_what_differs_is_named_once() -> None:

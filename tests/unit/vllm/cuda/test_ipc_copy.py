@@ -19,7 +19,7 @@ from tests.unit.vllm.worker.test_rank import Worker
 from weightsync.gpu.device_kernels import Kernels
 from weightsync.gpu.ipc import DeviceError
 from weightsync.shm.incoming_version import HANDLE_BYTES
-from weightsync.vllm.cuda import ipc_copy, patch_find, staging_proof
+from weightsync.vllm.cuda import device_patch, prefetched, staging_proof
 from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.env import Amount
 from weightsync.vllm.worker import worker_methods as worker_
@@ -81,8 +81,8 @@ class _Gpu:
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     gpu = _Gpu()
-    monkeypatch.setattr(ipc_copy, "device_with", lambda _: gpu)
-    monkeypatch.setattr(ipc_copy, "_PIECE", 100)
+    monkeypatch.setattr(prefetched, "device_with", lambda _: gpu)
+    monkeypatch.setattr(prefetched, "_PIECE", 100)
     return gpu
 
 
@@ -90,7 +90,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
 def make(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     def made(*, kernels: bool = True, dtype: Any = torch.float32) -> Worker:
         monkeypatch.setattr(Kernels, "find", lambda _: HostKernels() if kernels else None)
-        monkeypatch.setattr(patch_find, "_WORTH", 1)
+        monkeypatch.setattr(device_patch, "_WORTH", 1)
         cpu = torch.device("cpu")
         monkeypatch.setattr(worker_, "_device_ops", lambda *_: CudaOps(cpu, Amount(1 << 20), 1.0))
         model = _Model(dtype)
@@ -179,7 +179,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> list[str]:
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows whenever somebody looks for what a version changes."""
-    return _calls(monkeypatch, patch_find.PatchFinder, "find")
+    return _calls(monkeypatch, device_patch.PatchFinder, "find")
 
 
 def test_that_too_much_changes_for_a_patch_is_found_once(
@@ -200,7 +200,7 @@ def test_that_too_much_changes_for_a_patch_is_found_once(
 def test_what_is_compared_is_cut_again_only_where_a_parameter_has_moved(
     make: Callable[..., Worker], staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut = _calls(monkeypatch, patch_find, "groups_of")
+    cut = _calls(monkeypatch, device_patch, "groups_of")
     worker, live = make(), "base"
     # To warm up.
     cut.clear()
@@ -257,7 +257,7 @@ def test_what_it_is_about_to_find_is_waited_for_by_its_own_prepare_alone(
 ) -> None:
     looking, go = threading.Event(), threading.Event()
     stopped: list[bool] = []
-    look = patch_find.PatchFinder.find
+    look = device_patch.PatchFinder.find
 
     def find(self: Any, staged: Any, pace: Any, stop: Callable[[], bool]) -> Any:
         looking.set()
@@ -267,7 +267,7 @@ def test_what_it_is_about_to_find_is_waited_for_by_its_own_prepare_alone(
 
     worker = make()
     coming = _Coming(staging, _staged(staging, _near(2)))
-    monkeypatch.setattr(patch_find.PatchFinder, "find", find)
+    monkeypatch.setattr(device_patch.PatchFinder, "find", find)
     _begin(worker, coming)
     _lie(coming, gpu, *_ALL, tensors=_near(2))
     assert looking.wait(20)
@@ -353,7 +353,7 @@ def test_it_ends_before_vllm_takes_the_parameters_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looking, go = threading.Event(), threading.Event()
-    look = patch_find.PatchFinder.find
+    look = device_patch.PatchFinder.find
 
     def find(self: Any, staged: Any, pace: Any, stop: Callable[[], bool]) -> Any:
         looking.set()
@@ -361,7 +361,7 @@ def test_it_ends_before_vllm_takes_the_parameters_away(
         return look(self, staged, pace, stop)
 
     worker = make()
-    monkeypatch.setattr(patch_find.PatchFinder, "find", find)
+    monkeypatch.setattr(device_patch.PatchFinder, "find", find)
     coming = _Coming(staging, _staged(staging, _near(2)))
     _begin(worker, coming)
     _lie(coming, gpu, *_ALL, tensors=_near(2))

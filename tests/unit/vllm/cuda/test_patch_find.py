@@ -8,21 +8,20 @@ import pytest
 import torch
 
 from tests.support.host_kernels import HostKernels
-from weightsync.gpu import finder as finder_
-from weightsync.gpu import spans
-from weightsync.gpu.finder import KernelFinder
-from weightsync.gpu.torch_finder import TorchFinder
-from weightsync.vllm.cuda import patch_find
-from weightsync.vllm.cuda.blocks import Block
-from weightsync.vllm.cuda.patch_find import PatchFinder, PieceGroup, fill, groups_of
+from weightsync.gpu import device_find, device_kernels
+from weightsync.gpu.device_find import KernelFinder, TorchFinder
+from weightsync.model.tensor_bits import as_ints
+from weightsync.vllm.cuda import device_patch
+from weightsync.vllm.cuda.device_patch import PatchFinder, PieceGroup, fill, groups_of
+from weightsync.vllm.cuda.memory_budget import Block
 from weightsync.vllm.cuda.scatter import Scatter
 from weightsync.vllm.cuda.staged_write import Staged
 from weightsync.vllm.cuda.uploader import StreamThrottle
-from weightsync.vllm.plan.int_views import StoppedError, as_ints
+from weightsync.vllm.plan.int_views import StoppedError
 from weightsync.vllm.plan.load_plan import Strides
 
 if TYPE_CHECKING:
-    from weightsync.gpu.finder import Finder
+    from weightsync.gpu.device_find import Finder
 
 _DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 #: Elements of the pieces: around the ends of 16 bytes and of a span.
@@ -32,8 +31,8 @@ _SIZES = (1, 15, 16, 17, 63, 64, 65, 1000, 4096)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have spans of 64 bytes, of which three are looked at with a launch."""
-    monkeypatch.setattr(spans, "SPAN", 64)
-    monkeypatch.setattr(finder_, "_AT_ONCE", 3)
+    monkeypatch.setattr(device_kernels, "SPAN", 64)
+    monkeypatch.setattr(device_find, "_AT_ONCE", 3)
 
 
 class _Targets:
@@ -151,7 +150,7 @@ def test_what_is_written_meanwhile_is_noticed(kind: Any) -> None:
 def test_a_patch_of_parameters_that_are_written_meanwhile_is_refused(
     monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
-    monkeypatch.setattr(patch_find, "_WORTH", 1)
+    monkeypatch.setattr(device_patch, "_WORTH", 1)
     staged, row = _staged(torch.float32, HostKernels() if own else None)
     pace = StreamThrottle(torch.device("cpu"))
     found = PatchFinder().find(staged, pace, bool)

@@ -10,12 +10,12 @@ from safetensors.torch import save
 
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker, adopted, give_device
+from weightsync.model.tensor_bits import as_ints
 from weightsync.shm.status_page import PageWriter
 from weightsync.vllm.cuda import cuda_ops as device_
-from weightsync.vllm.cuda import patch_find, read_progress
+from weightsync.vllm.cuda import device_patch, uploader
 from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import as_ints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,8 +78,8 @@ def make(
         told.clear()
         return found
 
-    monkeypatch.setattr(read_progress, "_STEP", 0)
-    monkeypatch.setattr(patch_find, "_WORTH", 1)
+    monkeypatch.setattr(uploader, "_STEP", 0)
+    monkeypatch.setattr(device_patch, "_WORTH", 1)
     return made
 
 
@@ -163,12 +163,12 @@ def test_little_is_not_worth_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = make()
-    monkeypatch.setattr(read_progress, "_STEP", 100)
+    monkeypatch.setattr(uploader, "_STEP", 100)
     worker.job("prepare", "two", staging.stage_files(_files(toy_tensors(2))), base="base")
     # The second turn is too little to be told of by itself.
     assert _read(told) == [0, 1, 3, 4]
     told.clear()
-    monkeypatch.setattr(read_progress, "_STEP", 1 << 20)
+    monkeypatch.setattr(uploader, "_STEP", 1 << 20)
     worker.job("prepare", "three", staging.stage_files(_files(toy_tensors(3))), base="base")
     assert _read(told) == [0, 4]
 

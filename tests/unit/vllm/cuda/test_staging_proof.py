@@ -10,13 +10,11 @@ from safetensors.torch import save
 
 from tests.support.host_kernels import HostKernels
 from tests.unit.vllm.worker.test_rank import Worker
-from weightsync.gpu.device_digest import Digests, digestible
-from weightsync.gpu.device_kernels import Kernels
-from weightsync.gpu.spans import fits
+from weightsync.gpu.device_kernels import Digests, Kernels, digestible, fits
 from weightsync.model.digest import tensor_digest
 from weightsync.vllm.cuda import staging_proof
 from weightsync.vllm.cuda.cuda_ops import CudaOps
-from weightsync.vllm.cuda.span_launch import Spans
+from weightsync.vllm.cuda.scatter import Spans
 from weightsync.vllm.cuda.uploader import Uploader
 from weightsync.vllm.env import Amount
 from weightsync.vllm.worker import worker_methods as worker_
@@ -107,7 +105,7 @@ def test_what_the_kernel_cannot_digest_is_told() -> None:
 def test_spans_copy_and_compare_every_byte(
     kernels: HostKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.gpu.spans.SPAN", 64)
+    monkeypatch.setattr("weightsync.gpu.device_kernels.SPAN", 64)
     sizes = (1, 16, 63, 64, 65, 1000)
     live = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     wanted = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]

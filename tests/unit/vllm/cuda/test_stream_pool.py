@@ -12,13 +12,12 @@ from tests.support.host_kernels import HostKernels
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync import failpoints
+from weightsync.gpu.device_find import KernelFinder, TorchFinder
 from weightsync.gpu.device_kernels import Kernels
-from weightsync.gpu.finder import KernelFinder
-from weightsync.gpu.torch_finder import TorchFinder
-from weightsync.vllm.cuda import device_patch, patch_find, staged_write
+from weightsync.model.tensor_bits import as_ints
+from weightsync.vllm.cuda import device_patch, staged_write
 from weightsync.vllm.cuda.cuda_ops import _SCRATCH, CudaOps
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import as_ints
 from weightsync.vllm.worker import worker_methods as worker_
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ _ROOM, _NONE = Amount(1 << 20), Amount(0)
 @pytest.fixture(autouse=True)
 def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a few elements of a toy model be few enough for a patch."""
-    monkeypatch.setattr(patch_find, "_WORTH", 1)
-    monkeypatch.setattr(patch_find, "_DENSE", 2)
+    monkeypatch.setattr(device_patch, "_WORTH", 1)
+    monkeypatch.setattr(device_patch, "_DENSE", 2)
 
 
 @pytest.fixture(params=["own", "torch"], autouse=True)
@@ -153,10 +152,10 @@ def test_not_all_is_looked_at_when_a_sample_shows_that_nearly_all_changed(
 
     for kind in (TorchFinder, KernelFinder):
         monkeypatch.setattr(kind, "count", noted(kind.count))
-    monkeypatch.setattr(patch_find, "_SAMPLE", 2)
-    monkeypatch.setattr(patch_find, "_ENOUGH", 2)
-    monkeypatch.setattr(patch_find, "_GLANCE", 3)
-    monkeypatch.setattr(patch_find, "_WORTH", 2)
+    monkeypatch.setattr(device_patch, "_SAMPLE", 2)
+    monkeypatch.setattr(device_patch, "_ENOUGH", 2)
+    monkeypatch.setattr(device_patch, "_GLANCE", 3)
+    monkeypatch.setattr(device_patch, "_WORTH", 2)
     worker = make()
     looks.clear()
     assert worker.job("prepare", "all", stage(toy_tensors(2)), base="base")["patched"] is False
@@ -288,7 +287,7 @@ def test_a_loader_gets_what_a_plan_has_taken(
     def no_loader() -> None:
         raise OSError
 
-    worker._weightsync_rank._make_twin = no_loader  # type: ignore[attr-defined]
+    worker._weightsync_rank._make_shadow = no_loader  # type: ignore[attr-defined]
     assert worker.call("load", group="0" * 32, document="none")["ok"] is False
     state = worker.call("state")
     assert (state["device_used"], state["device_room"]) == (_SCRATCH, before["device_room"])

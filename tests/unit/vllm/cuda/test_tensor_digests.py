@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.host_kernels import HostKernels
-from weightsync.vllm.cuda.tensor_digests import digests_of, small_digests
+from weightsync.vllm.cuda.staging_proof import digests_of, small_digests
 from weightsync.vllm.plan.int_views import tensor_digest_of
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.support.host_kernels import HostKernels
+from weightsync.vllm.cuda.cuda_ops import warm_up
 from weightsync.vllm.cuda.device_patch import DevicePatch
 from weightsync.vllm.cuda.uploader import Uploader
-from weightsync.vllm.cuda.warmup import warm_up
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "torch"])

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.unit.vllm.conftest import watched_load
-from weightsync.vllm.plan.forward_tensors import forward_tensors
 from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, Strides
 from weightsync.vllm.plan.load_watch import (
     check_complete,
     check_read,
+    forward_tensors,
     made_by_loading,
     watch_loading,
 )

@@ -9,9 +9,8 @@ import torch
 
 from tests.unit.vllm.conftest import layout_of
 from weightsync.vllm.plan.capture import capture_plan
-from weightsync.vllm.plan.live_params import LiveParameters, view_of
+from weightsync.vllm.plan.live_params import LiveParameters, as_created, note_parameters, view_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.plan.loader_params import as_created, note_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from weightsync.vllm.plan.live_params import view_of
-from weightsync.vllm.plan.load_plan import LoadPlan, Slice, Strides
-from weightsync.vllm.plan.merge import merge_neighbours
+from weightsync.vllm.plan.load_plan import LoadPlan, Slice, Strides, merge_neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

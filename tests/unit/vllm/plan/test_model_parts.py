@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tests.unit.vllm.conftest import layout_of
-from weightsync.vllm.plan.forward_tensors import forward_tensors
 from weightsync.vllm.plan.live_params import LiveParameters
+from weightsync.vllm.plan.load_watch import forward_tensors
 from weightsync.vllm.plan.model_parts import (
     ModelWithDraft,
     PartNames,
@@ -17,7 +17,7 @@ from weightsync.vllm.plan.model_parts import (
     parts_of,
     shared_modules,
 )
-from weightsync.vllm.twin.part_plans import capture_part, joined, slices_of
+from weightsync.vllm.shadow.vllm_load import capture_part, joined, slices_of
 
 
 class _Part(nn.Module):

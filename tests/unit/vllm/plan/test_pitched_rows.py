@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from weightsync.vllm.cuda.bit_compare import Comparison
-from weightsync.vllm.cuda.blocks import lay_out, wide
+from weightsync.model.tensor_bits import as_ints, wide
+from weightsync.vllm.cuda.memory_budget import lay_out
+from weightsync.vllm.cuda.staged_write import Comparison
 from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
-from weightsync.vllm.plan.int_views import StoppedError, as_ints
+from weightsync.vllm.plan.int_views import StoppedError
 from weightsync.vllm.plan.live_params import view_of
-from weightsync.vllm.plan.load_plan import Slice, Strides
-from weightsync.vllm.plan.pitched_rows import chunks, rows_of
+from weightsync.vllm.plan.load_plan import Slice, Strides, chunks, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync.vllm.plan.pitched_rows import PitchedRows
+    from weightsync.vllm.plan.load_plan import PitchedRows
 
 _CPU = torch.device("cpu")
 

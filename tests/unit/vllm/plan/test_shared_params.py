@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from weightsync.shm.huge_pages import Mapping
-from weightsync.vllm.plan import shared_params
-from weightsync.vllm.plan.load_watch import unwatched
-from weightsync.vllm.plan.shared_params import move_parameters, share_loaded, shared_segments
+from weightsync.shm.segments import MemoryMapping
+from weightsync.vllm.plan import load_watch
+from weightsync.vllm.plan.load_watch import (
+    move_parameters,
+    share_loaded,
+    shared_segments,
+    unwatched,
+)
 
 
 @pytest.fixture(autouse=True)
 def none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_params, "_segments", [])
+    monkeypatch.setattr(load_watch, "_segments", [])
 
 
 class _Model(torch.nn.Module):
@@ -40,7 +44,7 @@ def test_what_a_model_holds_stays_and_is_one_memory_with_who_maps_it() -> None:
         assert torch.equal(value, before[name])
         assert 0 <= value.data_ptr() - segment.address < segment.capacity
     fd = segment.lend()
-    other = Mapping(fd, segment.capacity)
+    other = MemoryMapping(fd, segment.capacity)
     os.close(fd)
     at = model.first.bias.data_ptr() - segment.address
     torch.frombuffer(other.view, dtype=torch.bfloat16, count=4, offset=at).fill_(7)

@@ -13,7 +13,7 @@ from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync.vllm.apply.segment_mappings import SegmentMappings
 from weightsync.vllm.plan.live_params import LiveParameters
-from weightsync.vllm.plan.view_cache import ViewCache
+from weightsync.vllm.plan.staged_tensors import ViewCache
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version

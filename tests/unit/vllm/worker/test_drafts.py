@@ -12,7 +12,7 @@ from safetensors.torch import save
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync import failpoints
-from weightsync.vllm.worker import kept_draft
+from weightsync.vllm.worker import plan_transform
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -185,7 +185,8 @@ def test_a_draft_that_does_not_come_back_is_told(
     for name, version in (("two", site.version(2, None)), ("three", site.version(3, 3))):
         assert site.prepare(name, version)["phase"] == "ready"
         assert site.commit(name)["ok"]
-    monkeypatch.setattr(kept_draft._BringingBack, "write", kept_draft._Around.write)
+    without = lambda self, threads: self.writer.write(threads)  # noqa: E731
+    monkeypatch.setattr(plan_transform._WithDraft, "write", without)
     reply = site.commit("two")
     assert (reply["ok"], reply["mismatched"]) == (False, ["draft.fc"])
 

@@ -10,8 +10,8 @@ from safetensors.torch import save
 
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker, give_device
+from weightsync.model.tensor_bits import as_ints
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import as_ints
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging

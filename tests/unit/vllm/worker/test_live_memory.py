@@ -13,12 +13,11 @@ import torch
 from weightsync.gpu.ipc import DeviceError, Place
 from weightsync.shm.live_views import DOCUMENT, HANDLES, MEMORY, LiveViews
 from weightsync.shm.segment_socket import SegmentServer
-from weightsync.vllm.apply.prepared import RankPrepared
-from weightsync.vllm.plan import shared_params
+from weightsync.vllm.apply.device_ops import RankPrepared
+from weightsync.vllm.plan import load_watch
 from weightsync.vllm.plan.live_params import LiveParameters, Targets
-from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice
-from weightsync.vllm.plan.merge import row_major
-from weightsync.vllm.plan.shared_params import move_parameters
+from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, row_major
+from weightsync.vllm.plan.load_watch import move_parameters
 from weightsync.vllm.worker import live_memory
 from weightsync.vllm.worker.live_memory import ModelFacts, facts_of, hand_out
 
@@ -31,7 +30,7 @@ _FACTS = ModelFacts("/models/m", {"layers": 2})
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SegmentServer]:
-    monkeypatch.setattr(shared_params, "_segments", [])
+    monkeypatch.setattr(load_watch, "_segments", [])
     made = SegmentServer(tmp_path / "s.sock")
     yield made
     made.close()

@@ -11,10 +11,10 @@ from tests.support.staging import Staging
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync.node.v1 import node_pb2 as pb
-from weightsync_server.node_host.staged_copies import StagedCopies
+from weightsync_server.replicate.node_server import StagedCopies
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncGenerator, Iterator
     from pathlib import Path
 
     from tests.support.staging import Version
@@ -29,7 +29,7 @@ def node(tmp_path: Path) -> Iterator[Staging]:
 
 
 def _copies(head: Staging, node: Staging) -> StagedCopies:
-    async def read(request: pb.ReadStagedRequest) -> AsyncIterator[pb.ReadStagedResponse]:
+    async def read(request: pb.ReadStagedRequest) -> AsyncGenerator[pb.ReadStagedResponse, None]:
         (version,) = (one for one in head.versions if one.document.id == request.name)
         shard = request.shard if request.HasField("shard") else None
         segment = version.document if shard is None else version.segments[shard]

@@ -15,12 +15,12 @@ from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker, adopted, give_device
 from weightsync import failpoints
 from weightsync.gpu.device_kernels import Kernels
+from weightsync.model.tensor_bits import as_ints
 from weightsync.shm.incoming_version import ArrivalWriter
-from weightsync.vllm.cuda import patch_find
+from weightsync.vllm.cuda import device_patch
 from weightsync.vllm.cuda.uploader import Uploader
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import as_ints
-from weightsync.vllm.worker import arrival_order
+from weightsync.vllm.worker import plan_transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,7 @@ def make(
         sent.clear()
         return found
 
-    monkeypatch.setattr(patch_find, "_WORTH", 1)
+    monkeypatch.setattr(device_patch, "_WORTH", 1)
     return made
 
 
@@ -136,6 +136,15 @@ def _holds(worker: Worker, seed: int, dtype: Any = torch.float32) -> bool:
         torch.equal(as_ints(worker.model.get_parameter(name)), as_ints(parameter))
         for name, parameter in wanted.named_parameters()
     )
+
+
+def _go_live(worker: Worker, coming: _Coming, seed: int, *, ahead: str = "early") -> None:
+    """Prepare a version with what was read ahead, and commit it."""
+    name = {2: "two", 3: "three"}[seed]
+    report = worker.job("prepare", name, coming.version, base="base", ahead=ahead)
+    assert report["phase"] == "ready"
+    assert worker.call("commit", apply_id=name)["ok"]
+    assert _holds(worker, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -194,10 +203,7 @@ def test_what_was_read_ahead_of_another_version_is_not_used(
     for segment, names in zip(second.version.segments, _FILES, strict=True):
         data = save({name: third[name] for name in names})
         segment.view[: len(data)] = data
-    report = worker.job("prepare", "three", second.version, base="base", ahead=ahead)
-    assert report["phase"] == "ready"
-    assert worker.call("commit", apply_id="three")["ok"]
-    assert _holds(worker, 3)
+    _go_live(worker, second, 3, ahead=ahead)
 
 
 def test_the_same_name_for_other_segments_is_not_believed(
@@ -207,10 +213,7 @@ def test_the_same_name_for_other_segments_is_not_believed(
     _read(worker, coming(2), 0, 1, 2, 3)
     third = coming(3)
     third.come(0, 1, 2, 3)
-    report = worker.job("prepare", "three", third.version, base="base", ahead="early")
-    assert report["phase"] == "ready"
-    assert worker.call("commit", apply_id="three")["ok"]
-    assert _holds(worker, 3)
+    _go_live(worker, third, 3)
 
 
 def test_it_is_used_once(
@@ -241,10 +244,7 @@ def test_a_prepare_ends_it_and_takes_what_there_is(
     _until(lambda: len(sent) == 2)
     # Not ended: more may come at any time.
     second.come(2, 3)
-    report = worker.job("prepare", "two", second.version, base="base", ahead="early")
-    assert report["phase"] == "ready"
-    assert worker.call("commit", apply_id="two")["ok"]
-    assert _holds(worker, 2)
+    _go_live(worker, second, 2)
     assert worker.job("verify", "two")["proved"] is True
 
 
@@ -306,10 +306,7 @@ def test_without_a_device_or_room_nothing_is_read(
     second = coming(2)
     _read(worker, second, 0, 1, 2, 3)
     assert sent == []
-    report = worker.job("prepare", "two", second.version, base="base", ahead="early")
-    assert report["phase"] == "ready"
-    assert worker.call("commit", apply_id="two")["ok"]
-    assert _holds(worker, 2)
+    _go_live(worker, second, 2)
 
 
 def test_a_layout_that_has_no_plan_is_read_when_it_is_complete(
@@ -349,17 +346,14 @@ def test_a_trainer_that_stops_is_not_waited_for(
     coming: Callable[[int], _Coming],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arrival_order, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(plan_transform, "_PATIENCE_S", 0.05)
     worker = make()
     second = coming(2)
     _begin(worker, second)
     second.come(0)
     _until(lambda: not _at_work(worker))
     second.come(1, 2, 3)
-    report = worker.job("prepare", "two", second.version, base="base", ahead="early")
-    assert report["phase"] == "ready"
-    assert worker.call("commit", apply_id="two")["ok"]
-    assert _holds(worker, 2)
+    _go_live(worker, second, 2)
 
 
 def test_a_fault_costs_nothing_but_the_time(

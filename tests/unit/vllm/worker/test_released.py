@@ -16,7 +16,7 @@ from tests.unit.server.world import make_shard
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync.testing import MemoryEngine
-from weightsync.vllm.apply import expected_digests
+from weightsync.vllm.apply import host_ops
 from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.cuda.cuda_runtime import Registrar
 from weightsync.vllm.env import Amount
@@ -94,7 +94,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Gate]]:
 
     def close() -> Gate:
         gates.append(Gate())
-        monkeypatch.setattr(expected_digests, "joined_digest_of", gates[-1].digest)
+        monkeypatch.setattr(host_ops, "joined_digest_of", gates[-1].digest)
         return gates[-1]
 
     yield close

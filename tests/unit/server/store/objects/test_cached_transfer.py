@@ -13,10 +13,9 @@ from tests.support.xxh3_forgery import BLOCK, forge_block
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync_server.store.objects import shard_transfer
-from weightsync_server.store.objects.cached_transfer import download_cached
 from weightsync_server.store.objects.object_keys import object_of
 from weightsync_server.store.objects.piece_digests import CacheOutcome, PieceDigests
-from weightsync_server.store.objects.shard_transfer import receipt_at, upload
+from weightsync_server.store.objects.shard_transfer import download_cached, receipt_at, upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

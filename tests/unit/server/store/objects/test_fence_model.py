@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import pytest
 
 from weightsync.errors import WeightSyncError
-from weightsync_server.store.documents import encode_document
 from weightsync_server.store.objects.object_client import ObjectClient, ObjectFacts
 from weightsync_server.store.objects.object_fences import Floor, ObjectFence
 from weightsync_server.store.objects.object_keys import RecordName
+from weightsync_server.store.store_records import encode_document
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Generator, Sequence

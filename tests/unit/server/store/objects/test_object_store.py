@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,14 @@ import httpx
 import pytest
 
 from tests.support.object_proxy import Fault, object_proxy
+from tests.support.proxy import FaultProxy
 from tests.support.versions import Version, make_version, put_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.store import open_store
-from weightsync_server.store.documents import encode_document
 from weightsync_server.store.objects import (
     model_objects,
+    object_catalog,
     object_client,
-    object_collector,
     shard_transfer,
 )
 from weightsync_server.store.objects.object_client import ObjectClient
@@ -28,10 +29,10 @@ from weightsync_server.store.objects.object_fences import Floor, ObjectFence
 from weightsync_server.store.objects.object_keys import MARKER, is_receipt
 from weightsync_server.store.objects.shard_transfer import download, upload
 from weightsync_server.store.protocol import MODEL_NAME
-from weightsync_server.store.store_records import PushRecord
+from weightsync_server.store.store_records import PushRecord, encode_document
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from tests.support.object_servers import ObjectServer
@@ -465,11 +466,11 @@ async def test_what_no_version_needs_is_removed_when_it_is_old_enough(
     # Young: it may belong to a push whose receipt is on its way.
     await opened(bucket)
     assert await keys(bucket) - {"m/clocks/a.json"} == before - {"m/clocks/a.json"}
-    monkeypatch.setattr(object_collector, "UNCOMMITTED_FOR", timedelta(0))
+    monkeypatch.setattr(object_catalog, "UNCOMMITTED_FOR", timedelta(0))
     await opened(bucket, "b")
     assert await keys(bucket) - {"m/clocks/b.json"} == before | {"m/clocks/a.json"}
     with monkeypatch.context() as patch:
-        patch.setattr(object_collector, "_abandoned", lambda _found, _now: set())
+        patch.setattr(object_catalog, "_abandoned", lambda _found, _now: set())
         await opened(bucket)
     gone = before - await keys(bucket)
     assert len(gone) == 2
@@ -763,3 +764,78 @@ def test_a_request_is_tried_again_until_its_time_is_over() -> None:
     retries = object_client._RETRIES
     assert retries["max_retries"] * retries["backoff"]["init_backoff"] > retries["retry_timeout"]
     assert retries["retry_timeout"] == timedelta(seconds=30)
+
+
+#: Times of `_RETRIES` are as many times shorter here, so its pauses are as many as they are.
+_SCALE = 6
+_AWAY = pytest.mark.parametrize("away", ["throttles", "refuses"])
+
+
+@pytest.fixture
+def outage(
+    away: str, s3: ObjectServer, reached: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], None]]:
+    """Have this test reach a store that is away, in a part of the time; return what ends it."""
+    real = object_client._RETRIES
+    backoff = {
+        name: value / _SCALE if isinstance(value, timedelta) else value
+        for name, value in real["backoff"].items()
+    }
+    retries = real | {"retry_timeout": real["retry_timeout"] / _SCALE, "backoff": backoff}
+    monkeypatch.setattr(object_client, "_RETRIES", retries)
+    if away == "throttles":
+        with object_proxy(s3.port) as proxy:
+            proxy.fault = lambda _number, _method, _path: Fault.THROTTLE
+            reached(s3, proxy.port)
+            yield lambda: setattr(proxy, "fault", lambda _number, _method, _path: Fault.NONE)
+        return
+    link = FaultProxy(f"127.0.0.1:{s3.port}")
+    link.faults.refuse = True
+    reached(s3, int(link.address.rpartition(":")[2]))
+    yield lambda: setattr(link.faults, "refuse", False)
+    link.close()
+
+
+async def _asked(bucket: str, data: bytes) -> Sequence[Any]:
+    """Do one of each to a store at once; return what each returned or raised."""
+    client, path = ObjectClient(bucket), open_store(bucket).shard_path("m", 1, 0)
+    return await asyncio.gather(
+        client.put("b", data),
+        client.get("a"),
+        client.list_under("under"),
+        client.create("c", data),
+        asyncio.to_thread(put_shard, path, data),
+        return_exceptions=True,
+    )
+
+
+@_AWAY
+async def test_a_store_that_is_back_within_the_time_of_a_request_has_failed_nothing(
+    bucket: str, outage: Callable[[], None]
+) -> None:
+    client, data = ObjectClient(bucket), os.urandom(100_000)
+    asking = asyncio.create_task(_asked(bucket, data))
+    ended, _ = await asyncio.wait({asking}, timeout=2)
+    assert not ended, asking.result()
+    outage()
+    assert list(await asking) == [None, None, {}, data, None]
+    assert [await client.get(key) for key in ("b", "c")] == [data, data]
+    assert len(await keys(bucket)) == 2
+
+
+@_AWAY
+async def test_a_store_that_stays_away_is_named_when_the_time_of_a_request_is_over(
+    bucket: str, outage: Callable[[], None]
+) -> None:
+    client, data, begun = ObjectClient(bucket), os.urandom(100_000), time.monotonic()
+    asking = asyncio.create_task(_asked(bucket, data))
+    for error in await asking:
+        assert isinstance(error, WeightSyncError), error
+        assert error.reason is Reason.FAULT
+        assert "the object store does not answer as it should" in error.message
+        assert "check its address, the network and the credentials" in error.message
+    # The documented 30 s, scaled: no request was given up earlier.
+    assert time.monotonic() - begun >= 30 / _SCALE
+    outage()
+    await client.put("b", data)
+    assert await client.get("b") == data

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tests.unit.server.world import content, make_shard, real_fetchers, simple, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.catalog.local_numbers import local_number
+from weightsync_server.catalog.record import local_number
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

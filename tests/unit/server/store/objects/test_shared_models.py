@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.server.world import MODEL, real_fetchers, simple, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.store.documents import encode_document
 from weightsync_server.store.objects.object_client import ObjectClient
+from weightsync_server.store.store_records import encode_document
 
 if TYPE_CHECKING:
     from pathlib import Path

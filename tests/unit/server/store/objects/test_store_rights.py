@@ -1,4 +1,4 @@
-"""The rights that docs/security.md gives for S3, which moto enforces: they suffice, and are all."""
+"""The rights that the page gives for S3, which moto enforces: they suffice, and are all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightsync_server.store.objects.shard_transfer import download, upload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PAGE = Path(__file__).parents[5] / "docs/security.md"
+PAGE = Path(__file__).parents[5] / "docs/how-to/bucket-and-etcd-rights.md"
 URL = f"s3://{BUCKET}/prod"
 #: More than is put at once.
 LARGE = 17 << 20
@@ -107,7 +107,9 @@ async def test_without_a_right_it_is_refused_in_one_sentence(
     guarded: dict[str, ObjectServer], reached: Callable[..., None], user: str
 ) -> None:
     reached(guarded[user])
-    with pytest.raises(WeightSyncError, match=r"not allowed .* docs/security\.md lists") as caught:
+    with pytest.raises(
+        WeightSyncError, match=r"not allowed .* docs/how-to/bucket-and\S+ lists"
+    ) as caught:
         await open_store(f"{URL}/{user}").open()
     assert caught.value.reason is Reason.REQUEST_INVALID
 
@@ -116,5 +118,5 @@ async def test_nothing_beside_the_prefix_is_read_or_written(
     guarded: dict[str, ObjectServer], reached: Callable[..., None]
 ) -> None:
     reached(guarded["origin"])
-    with pytest.raises(WeightSyncError, match=r"not allowed .* docs/security\.md lists"):
+    with pytest.raises(WeightSyncError, match=r"not allowed .* docs/how-to/bucket-and\S+ lists"):
         await open_store(f"s3://{BUCKET}/elsewhere").open()

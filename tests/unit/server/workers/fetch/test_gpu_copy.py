@@ -24,7 +24,7 @@ from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.segments import Segment
 from weightsync_server.workers.fetch import gpu_copy
 from weightsync_server.workers.fetch.fetch_api import GpuSource, Piece, StridedPiece
-from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
+from weightsync_server.workers.fetch.gpu_copy import GpuFetchPool
 from weightsync_server.workers.fetch.shard_tasks import BrokenError, Cancelled
 from weightsync_server.workers.runtime.mappings import Maps
 
@@ -305,10 +305,10 @@ def collect(
     stop: threading.Event | None = None,
     strided: Sequence[StridedPiece] = (),
 ) -> None:
-    order = gpu_copy.Order(trainer, b"u", handles, pieces, strided)
+    source = GpuSource(trainer, b"u".hex(), [one.hex() for one in handles], pieces, strided)
     opened = opened or gpu_copy.Opened()
     registered = gpu_copy.Registered()
-    gpu_copy.collect(segment.view, order, registered, opened, stop or threading.Event())
+    gpu_copy.collect(segment.view, source, registered, opened, stop or threading.Event())
 
 
 def test_pieces_go_where_they_belong(

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.processes import descriptors, names, open_files, state
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.wire import frames
+from weightsync.wire import child_channel
 from weightsync_server.workers.fetch import fetch_pool as pools
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 from weightsync_server.workers.runtime import process_pool
@@ -321,10 +321,10 @@ def test_a_fetcher_ends_with_its_socket() -> None:
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child:
         theirs.close()
         try:
-            hello = {"op": "hello", "protocol": frames.PROTOCOL, "pid": child.pid}
-            assert frames.receive(ours)[0] == hello
-            ours.sendall(frames.encode({"op": "start", "parent": os.getpid()}))
-            assert frames.receive(ours)[0] == {"op": "ready"}
+            hello = {"op": "hello", "protocol": child_channel.PROTOCOL, "pid": child.pid}
+            assert child_channel.receive(ours)[0] == hello
+            ours.sendall(child_channel.encode({"op": "start", "parent": os.getpid()}))
+            assert child_channel.receive(ours)[0] == {"op": "ready"}
             ours.close()
             assert child.wait(10) == 0
         finally:
@@ -333,7 +333,6 @@ def test_a_fetcher_ends_with_its_socket() -> None:
 
 _PARENT = """
 import asyncio
-from weightsync.wire import frames
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 
 async def main():

@@ -1,0 +1,63 @@
+"""Pages are short enough to read: a limit for each page and each paragraph, and an index of all."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from tests.support.snippets import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DOCS = ROOT / "docs"
+_MOST_WORDS, _MOST_IN_PARAGRAPH = 2_500, 120
+#: Pages that one looks things up in, and the notebook.
+_LONG = ("reference",)
+_README_BYTES = 9_000
+#: What has a letter or a digit in it: the lines of a table are no words.
+_WORD = re.compile(r"\S*\w\S*")
+_pages = pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=str)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+        if block.strip() and not block.lstrip().startswith(("|", "<!--")):
+            yield block
+
+
+@_pages
+def test_a_page_is_short(page: Path) -> None:
+    if page.relative_to(DOCS).parts[0] not in _LONG:
+        assert len(_WORD.findall(page.read_text())) <= _MOST_WORDS
+
+
+@_pages
+def test_a_paragraph_is_short(page: Path) -> None:
+    long = {
+        paragraph[:60]: count
+        for paragraph in _paragraphs(page.read_text())
+        if (count := len(paragraph.split())) > _MOST_IN_PARAGRAPH
+    }
+    assert long == {}
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= _README_BYTES
+
+
+def test_every_page_is_in_the_index_and_in_the_navigation() -> None:
+    index = (DOCS / "index.md").read_text()
+    # The tag of a Python object is mkdocs', whose own loader knows it.
+    site = re.sub(r"!!python/name:\S+", "x", (ROOT / "mkdocs.yml").read_text())
+    listed = set(re.findall(r"[\w/-]+\.md", yaml.dump(yaml.safe_load(site)["nav"])))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert listed == pages
+    lab = {page for page in pages if page.startswith("lab/")}
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", index)) | {"index.md"}
+    assert pages - linked - lab == set()

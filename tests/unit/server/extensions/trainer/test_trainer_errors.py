@@ -1,0 +1,43 @@
+"""What is said of a trainer's end; the rest is in tests/extensions/test_train_service.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.extensions.trainer.trainer_pool import away, ending, refusal_of, unstartable
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (None, "does not end"),
+        (0, "ended with status 0"),
+        (7, "ended with status 7"),
+        (-9, "was ended by SIGKILL"),
+        (-64 - 1, "was ended by signal 65"),
+    ],
+)
+def test_how_it_has_ended(status: int | None, words: str) -> None:
+    assert ending(status) == words
+
+
+def test_what_it_says_of_itself() -> None:
+    answer = {"reason": "TRAINER_FAILED", "error": "no", "metadata": {"traceback": "..."}}
+    error = refusal_of(answer)
+    assert (error.reason, error.message) == (Reason.TRAINER_FAILED, "no")
+
+
+def test_one_that_comes_back_is_waited_for() -> None:
+    refused = away("trainer 7 was ended by SIGKILL")
+    assert refused.reason is Reason.TRAINER_AWAY
+    assert refused.message.endswith("then send it again")
+
+
+def test_one_that_cannot_be_started_has_its_own_remedy_alone() -> None:
+    error = WeightSyncError(Reason.TRAINER_FAILED, "no; correct it", metadata={"traceback": "..."})
+    refused = unstartable(error, 60.0)
+    assert (refused.reason, refused.metadata) == (Reason.TRAINER_AWAY, {"traceback": "..."})
+    assert refused.message == (
+        "no trainer can be started, which is tried again after at most 60 s: no; correct it"
+    )
