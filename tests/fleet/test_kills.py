@@ -396,7 +396,11 @@ async def held(site: Site, point: str) -> AsyncIterator[tuple[Popen, dict[str, N
 
 
 async def until_they_serve(came: dict[str, Newcomer], wanted: int) -> None:
-    while any(one.host.serves != wanted for one in came.values()):  # noqa: ASYNC110 - files
+    def serves(one: Newcomer) -> bool:
+        # A host writes its log after it has begun to serve.
+        return one.host.serves == wanted and wanted in one.served
+
+    while not all(map(serves, came.values())):  # noqa: ASYNC110 - files
         await asyncio.sleep(0.05)
 
 

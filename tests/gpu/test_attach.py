@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from benchmarks.servers import descendants
-from tests.support.attached_site import content_of, started, unlike
+from tests.support.attached_site import AttachedTrainer, content_of, started, unlike
 from tests.support.attached_trainer import keep_busy
 from weightsync.errors import Reason
 from weightsync.gpu.ipc import DeviceError, device_with
@@ -39,40 +38,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 def site() -> Iterator[AttachedSite]:
     with started() as site:
         yield site
-
-
-@dataclass
-class _Trainer:
-    """A process of `tests.support.attached_trainer`."""
-
-    process: subprocess.Popen[str]
-
-    @classmethod
-    @contextlib.contextmanager
-    def running(cls, site: AttachedSite) -> Iterator[_Trainer]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.attached_trainer", site.server.address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            trainer = cls(process)
-            assert trainer.line() == "attached"
-            yield trainer
-        finally:
-            process.kill()
-            process.communicate()
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def ask(self, what: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{what}\n")
-        self.process.stdin.flush()
-        return self.line()
 
 
 def _until(true: Callable[[], bool], seconds: float = 90.0) -> None:
@@ -291,7 +256,7 @@ def test_what_is_taken_back_was_never_served(site: AttachedSite) -> None:
 
 def test_a_trainer_that_is_killed_in_a_transaction_leaves_nothing(site: AttachedSite) -> None:
     before = site.answers()
-    with _Trainer.running(site) as trainer:
+    with AttachedTrainer.running(site) as trainer:
         assert trainer.ask("write") == "written"
         trainer.process.send_signal(signal.SIGKILL)
         # Gone or detached: whichever of its two streams the server sees end first.
@@ -308,7 +273,7 @@ def test_a_trainer_that_is_killed_in_a_transaction_leaves_nothing(site: Attached
 
 def test_an_engine_that_dies_leaves_a_trainer_its_own_life(site: AttachedSite) -> None:
     before = site.answers()
-    with _Trainer.running(site) as trainer:
+    with AttachedTrainer.running(site) as trainer:
         assert trainer.ask("check") == "live"
         vllm = site.vllm.process
         assert vllm is not None

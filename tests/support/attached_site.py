@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
+import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from weightsync_client.attach import Attached
     from weightsync_client.attach.transaction import InPlaceTransaction
 
-__all__ = ["AttachedSite", "content_of", "started", "unlike"]
+__all__ = ["AttachedSite", "AttachedTrainer", "content_of", "started", "unlike"]
 
 _SIZES: dict[str, Any] = {
     "dtype": "bfloat16", "hidden": 1024, "layers": 8, "shard_size": "100MB",
@@ -42,6 +45,7 @@ class AttachedSite:
         tp: Tensor parallel size.
         variables: More of vLLM's environment.
         server_flags: More of the server's.
+        durable: Whether the server keeps versions over its restarts.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class AttachedSite:
         tp: int = 1,
         variables: Mapping[str, str] = MappingProxyType({}),
         server_flags: Sequence[str] = (),
+        durable: bool = False,
     ) -> None:
         self.first, self.second = (
             make_checkpoint(root / name, seed=seed, **_SIZES) for seed, name in enumerate("ab")
@@ -63,7 +68,8 @@ class AttachedSite:
             flags=(*SMALL, *flags),
             variables={**NO_MULTICAST, **variables},
         )
-        own = ("--store", "memory://", "--slots", "3", "--same-host", *server_flags)
+        store = () if durable else ("--store", "memory://")
+        own = (*store, "--slots", "3", "--same-host", *server_flags)
         self.server = WeightSyncServer(root / "run", root / "state", flags=own)
 
     def start(self) -> None:
@@ -119,16 +125,56 @@ class AttachedSite:
             return {name: n for name, n in client.status().invariant_violations.items() if n}
 
 
+@dataclass
+class AttachedTrainer:
+    """A process of `tests.support.attached_trainer`."""
+
+    process: subprocess.Popen[str]
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, site: AttachedSite) -> Iterator[AttachedTrainer]:
+        """Run one until the block ends; it is attached."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.attached_trainer", site.server.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            trainer = cls(process)
+            assert trainer.line() == "attached"
+            yield trainer
+        finally:
+            process.kill()
+            process.communicate()
+
+    def line(self) -> str:
+        """Return the next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self, what: str) -> str:
+        """Return its answer to one line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        return self.line()
+
+
 @contextlib.contextmanager
 def started(
     *flags: str,
     tp: int = 1,
     variables: Mapping[str, str] = MappingProxyType({}),
     server_flags: Sequence[str] = (),
+    durable: bool = False,
 ) -> Iterator[AttachedSite]:
     """Run one for the block; see `AttachedSite`."""
     root = Path(tempfile.mkdtemp(prefix="wg-"))
-    site = AttachedSite(root, *flags, tp=tp, variables=variables, server_flags=server_flags)
+    site = AttachedSite(
+        root, *flags, tp=tp, variables=variables, server_flags=server_flags, durable=durable
+    )
     try:
         site.start()
         yield site

@@ -9,6 +9,8 @@ It prints `attached`, then answers each line of its standard input with one:
 - `read`: `alike` where every tensor is what it was at first, else `other`
 - `check`: `live`, or why it is no use to go on
 - `close`: detaches; `closed`
+- `stray`: writes a tensor outside a transaction; `written`
+- `late`: detaches, and then writes with a view that it has kept; `fault` where CUDA refuses that
 """
 
 from __future__ import annotations
@@ -68,6 +70,25 @@ class _Trainer:
         self._attached.close()
         return "closed"
 
+    def stray(self) -> str:
+        view = self._kept()
+        view.fill_(0.5)
+        torch.cuda.synchronize(view.device)
+        return "written"
+
+    def late(self) -> str:
+        view = self._kept()
+        self._attached.close()
+        try:
+            view.fill_(0.5)
+            torch.cuda.synchronize(view.device)
+        except RuntimeError:
+            return "fault"
+        return "written"
+
+    def _kept(self) -> torch.Tensor:
+        return next(iter(self._attached.boxes.values()))[0].view
+
 
 def main() -> None:
     """Do it."""
@@ -77,6 +98,8 @@ def main() -> None:
         "read": trainer.read,
         "check": trainer.check,
         "close": trainer.close,
+        "stray": trainer.stray,
+        "late": trainer.late,
     }
     print("attached", flush=True)  # noqa: T201 - this is how it answers
     for line in sys.stdin:
