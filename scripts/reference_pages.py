@@ -22,12 +22,11 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
     FileDescriptorSet,
 )
-from pydantic_core import PydanticUndefined
 
 from weightsync.errors import EXPLANATIONS
 from weightsync_client.cli.cli_options import MEANINGS
 from weightsync_client.cli.main import app
-from weightsync_server.flags import Flags
+from weightsync_server.flags import ShownSetting, groups
 
 __all__ = ["pages"]
 
@@ -129,28 +128,21 @@ _SETTINGS = """\
 setting with several values takes its flag several times, or commas between values, or a JSON list;
 its variable takes the latter two. With the embedded engine, everything after `--` is passed to
 vLLM.
-
-| flag | variable | default | meaning |
-|---|---|---|---|
 """
 
 
 def _settings() -> str:
     text = _SETTINGS.format(_WRITTEN.format("the groups of settings in server/"))
-    return text + "".join(_setting(name, field) for name, field in Flags.model_fields.items())
+    for title, settings in groups():
+        text += f"\n## {title}\n\n| flag | variable | default | meaning |\n|---|---|---|---|\n"
+        text += "".join(map(_setting, settings))
+    return text
 
 
-def _setting(name: str, field: Any) -> str:
-    default = field.default
-    if default is PydanticUndefined or default is None or default in ("", []):
-        shown = ""
-    else:
-        shown = f"`{str(default).lower() if isinstance(default, bool) else default}`"
-    flag = f"--{name.replace('_', '-')}"
-    if field.annotation is bool:
-        flag += f"` `--no-{name.replace('_', '-')}"
-    variable = f"WEIGHTSYNC_{name.upper()}"
-    return f"| `{flag}` | `{variable}` | {shown} | {_cell(field.description or '')} |\n"
+def _setting(one: ShownSetting) -> str:
+    flags = " ".join(f"`{flag}`" for flag in one.flags)
+    default = f"`{one.default}`" if one.default else ""
+    return f"| {flags} | `{one.variable}` | {default} | {_cell(one.meaning)} |\n"
 
 
 _RPC = """\

@@ -19,7 +19,7 @@ try:
     from pydantic import ValidationError
     from pydantic_settings import CliApp, SettingsError
 
-    from weightsync_server.flags import Flags
+    from weightsync_server.flags import Flags, help_text
 except ModuleNotFoundError as error:
     # This is a program, whose import is its start.
     if not (absent := missing_package(error, "weightsync-server")):
@@ -50,7 +50,7 @@ def main() -> None:
     with 4 when it did not stop in time, and was ended.
 
     `weightsync-server token new` prints a fresh token and its line for the authority file instead,
-    `--version` the version.
+    `--version` the version, `--help` the settings.
     """
     if sys.argv[1:] == ["token", "new"]:
         _print_token()
@@ -59,6 +59,9 @@ def main() -> None:
     if "--version" in arguments:
         print(__version__)
         return
+    if {"--help", "-h"} & set(arguments):
+        print(help_text(), end="")
+        return
     try:
         settings = CliApp.run(Flags, cli_args=arguments).tree
     except ValidationError as error:
@@ -66,7 +69,10 @@ def main() -> None:
             sys.stderr.write(f"weightsync-server: {_sentence(problem)}\n")
         sys.exit(_USAGE)
     except SettingsError as error:
-        sys.stderr.write(f"weightsync-server: {error}\n")
+        sentence = str(error).removeprefix("error parsing CLI: ")
+        sys.stderr.write(
+            f"weightsync-server: {sentence}; `weightsync-server --help` lists all flags\n"
+        )
         sys.exit(_USAGE)
     # Tells where a library has crashed.
     faulthandler.enable()
