@@ -20,6 +20,7 @@ __all__ = [
     "alert_rules",
     "dashboard",
     "dashboard_queries",
+    "join_queries",
     "metric_names",
     "panels",
     "selectors",
@@ -66,6 +67,12 @@ def dashboard() -> dict[str, Any]:
 def panels() -> Iterator[dict[str, Any]]:
     """Yield the panels that show something."""
     yield from (panel for panel in dashboard()["panels"] if panel["type"] != "row")
+
+
+def join_queries() -> list[str]:
+    """Return the queries of the page about monitoring, which join our metrics with vLLM's."""
+    page = (ROOT / "docs/operate/monitoring.md").read_text()
+    return re.findall(r"```promql\n(.*?)```", page, re.DOTALL)
 
 
 def dashboard_queries() -> dict[str, str]:

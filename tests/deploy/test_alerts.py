@@ -16,6 +16,7 @@ from tests.deploy.promql import (
     alert_rules,
     dashboard,
     dashboard_queries,
+    join_queries,
     metric_names,
     panels,
     selectors,
@@ -70,6 +71,45 @@ def test_dashboard_queries_are_valid(promtool: str, tmp_path: Path) -> None:
     file = tmp_path / "rules.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     _check(promtool, "check", "rules", file)
+
+
+def test_metrics_of_vllm_join_with_ours(promtool: str, tmp_path: Path) -> None:
+    running, fenced = join_queries()
+    info = "weightsync_engine_info{model='m', vllm_version='0.32.0', instance='ws:9551', %s}"
+    series = {
+        # Host a: a vLLM with two cores, fenced. Host b: two vLLMs, one of them not ours.
+        "vllm:num_requests_running{host='a', instance='v:8000', model_name='p', engine='0'}": 3,
+        "vllm:num_requests_running{host='a', instance='v:8000', model_name='p', engine='1'}": 4,
+        "vllm:num_requests_running{host='b', instance='v:8000', model_name='p', engine='0'}": 5,
+        "vllm:num_requests_running{host='b', instance='v:8001', model_name='q', engine='0'}": 9,
+        info % "host='a', engine='e0', model_name='p', vllm_engine='0'": 1,
+        info % "host='a', engine='e0', model_name='p', vllm_engine='1'": 1,
+        info % "host='b', engine='e1', model_name='p', vllm_engine='0'": 1,
+        "weightsync_fenced{host='a', instance='ws:9551', model='m', engine='e0'}": 1,
+        "weightsync_fenced{host='b', instance='ws:9551', model='m', engine='e1'}": 0,
+    }
+    joined = "{host='%s', model_name='p', vllm_engine='%s', model='m', engine='%s'}"
+    answers = {
+        running: {
+            joined % ("a", "0", "e0"): 3, joined % ("a", "1", "e0"): 4,
+            joined % ("b", "0", "e1"): 5,
+        },
+        fenced: {"{host='a', model_name='p'}": 7},
+    }  # fmt: skip
+    test = {
+        "input_series": [{"series": one, "values": f"{n}x4"} for one, n in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": query,
+                "eval_time": "1m",
+                "exp_samples": [{"labels": one, "value": n} for one, n in samples.items()],
+            }
+            for query, samples in answers.items()
+        ],
+    }
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"evaluation_interval": "15s", "tests": [test]}))
+    _check(promtool, "test", "rules", file)
 
 
 def test_dashboard_takes_its_datasource_from_a_variable() -> None:

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.deploy.metric_families import of_some_servers
-from tests.deploy.promql import alert_rules, dashboard_queries, metric_names, selectors
+from tests.deploy.promql import (
+    alert_rules,
+    dashboard_queries,
+    join_queries,
+    metric_names,
+    selectors,
+)
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Applied
@@ -137,6 +143,21 @@ def test_every_metric_of_alerts_and_dashboard_is_in_a_scrape(scrape: str) -> Non
 def test_prometheus_reaches_every_target(scraped: Stack) -> None:
     up = {sample["metric"]["job"]: sample["value"][1] for sample in _ask(scraped, "up")}
     assert up == {"weightsync": "1", "vllm": "1"}
+
+
+def test_metrics_of_a_real_vllm_join_with_ours(scraped: Stack) -> None:
+    running, fenced = join_queries()
+    (sample,) = _ask(scraped, running)
+    assert sample["value"][1] == "0"
+    assert sample["metric"] == {
+        "host": "generator-0",
+        "model": "default",
+        "model_name": "default",
+        "engine": "engine",
+        "vllm_engine": "0",
+    }
+    assert _ask(scraped, fenced) == []
+    assert _ask(scraped, fenced.replace("== 1", "== 0"))
 
 
 def test_every_query_of_the_dashboard_has_an_answer(scraped: Stack) -> None:

@@ -54,6 +54,7 @@ VLLM_FLAGS = frozenset(
         "--kv-offloading-size",
         "--kv-transfer-config",
         "--load-format",
+        "--served-model-name",
         "--nnodes",
         "--node-rank",
         "--quantization",
@@ -83,6 +84,8 @@ def _of(language: str) -> list[Snippet]:
 
 def test_every_block_is_of_a_language_that_is_tried_here() -> None:
     tried = {"sh", "bash", "python", "json", "yaml", "toml", "text", "mermaid"}
+    # In tests/deploy.
+    tried |= {"promql"}
     assert {str(block): block.language for block in blocks() if block.language not in tried} == {}
 
 

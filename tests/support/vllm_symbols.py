@@ -184,6 +184,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         "parallel_config model_config load_config lora_config speculative_config",
         "refusals",
     ),
+    Symbol(("vllm.config.model:ModelConfig.served_model_name",), "metrics that join with vLLM's"),
     *_each(
         "vllm.config.parallel:ParallelConfig",
         "data_parallel_size data_parallel_rank tensor_parallel_size pipeline_parallel_size "

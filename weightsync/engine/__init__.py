@@ -119,6 +119,7 @@ class EngineInfo:
         open_apply: That of the last pause with FENCE, until a resume; a fenced engine that has one
             asks for its decision.
         nodes: On how many nodes the ranks are: as many on each, in order, the first here.
+        served_model_name: The label `model_name` of vLLM's own metrics; empty: not known.
     """
 
     engine_id: str
@@ -133,6 +134,7 @@ class EngineInfo:
     warnings: tuple[str, ...] = ()
     open_apply: OpenApply | None = None
     nodes: int = 1
+    served_model_name: str = ""
 
 
 @dataclass(frozen=True)

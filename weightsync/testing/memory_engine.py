@@ -108,6 +108,7 @@ class MemoryEngine(MemoryRank):
             reason=self._reason,
             model="memory",
             kind="memory",
+            served_model_name="memory",
             open_apply=self._lease.open_apply,
         )
 

@@ -400,6 +400,7 @@ class EngineSupervisor:
         self._forget()
         info = self.context.serving_time.check(self.name, await self.engine.hello())
         self._condition.info, self._condition.loaded = info, info.model
+        self._shown.set_info(info)
         self._model.segments.engines.add(self.name)
         tests = info.vllm_version == "none"
         kind = "the engine for tests" if tests else f"vLLM {info.vllm_version}"

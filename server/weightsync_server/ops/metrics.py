@@ -7,12 +7,16 @@ push or apply ids. Every child exists from the start, so a rate exists before th
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
+import google.protobuf
+import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from weightsync import __version__, clock
+from weightsync.engine import EngineInfo
 from weightsync_server.ops.tasks import DeadlineMonitor
 
 logger = logging.getLogger(__name__)
@@ -79,6 +83,12 @@ class EngineGauges:
             name: Gauge(name, text, ["model", "engine"], registry=registry)
             for name, text in _GAUGES.items()
         }
+        self.info = Gauge(
+            "weightsync_engine_info",
+            "1 for each engine core of a vLLM; labels as vLLM's own metrics have them.",
+            ["model", "engine", "model_name", "vllm_engine", "vllm_version"],
+            registry=registry,
+        )
 
 
 class EngineMetrics:
@@ -86,10 +96,25 @@ class EngineMetrics:
         self._families = families
         self._engine = engine
         self._ranks: set[str] = set()
+        self._cores: set[tuple[str, ...]] = set()
         # Each exists from the start.
         self._gauges = {
             name: gauge.labels(families.model, engine) for name, gauge in families.gauges.items()
         }
+
+    def set_info(self, info: EngineInfo) -> None:
+        """Name the engine as vLLM's own metrics do, from a hello until the next or the end."""
+        # The first number of a rank's name is the engine core's, vLLM's label `engine`.
+        cores = {rank.partition("/")[0] for rank in info.ranks}
+        self._set_cores({(info.served_model_name, core, info.vllm_version) for core in cores})
+
+    def _set_cores(self, cores: set[tuple[str, ...]]) -> None:
+        family, own = self._families.info, (self._families.model, self._engine)
+        for core in self._cores - cores:
+            family.remove(*own, *core)
+        self._cores = cores
+        for core in cores:
+            family.labels(*own, *core).set(1)
 
     def set_served(self, versions: Mapping[str, int]) -> None:
         """Set the version that each rank serves; ranks that are gone disappear."""
@@ -115,6 +140,7 @@ class EngineMetrics:
 
     def remove(self) -> None:
         self.set_served({})
+        self._set_cores(set())
         for gauge in self._families.gauges.values():
             gauge.remove(self._families.model, self._engine)
 
@@ -211,8 +237,18 @@ class Metrics:
         self.deltas = DeltaMetrics(self)
         self.loaders = LoaderMetrics(self)
         self._state()
-        info = Gauge("weightsync_build_info", "1.", ["version"], registry=self.registry)
-        info.labels(__version__).set(1)
+        self._build_info()
+
+    def _build_info(self) -> None:
+        build = {
+            "version": __version__,
+            "python": platform.python_version(),
+            "grpc": grpc.__version__,
+            "protobuf": google.protobuf.__version__,
+            "machine": platform.machine(),
+        }
+        info = Gauge("weightsync_build_info", "1.", list(build), registry=self.registry)
+        info.labels(**build).set(1)
 
     def _state(self) -> None:
         self._engines = EngineGauges(self._model, self.registry)

@@ -237,6 +237,7 @@ class HelloResponse(_message.Message):
     WARNINGS_FIELD_NUMBER: _builtins.int
     OPEN_APPLY_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    SERVED_MODEL_NAME_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of this contract: that of the request."""
     engine_id: _builtins.str
@@ -251,6 +252,10 @@ class HelloResponse(_message.Message):
     """Name or path of the model, for people."""
     nodes: _builtins.int
     """On how many nodes the ranks are: as many on each, in order, the first here. 0: on this one."""
+    served_model_name: _builtins.str
+    """Name under which vLLM serves the model, the first of several: the label model_name of vLLM's
+    own metrics. Empty: an older release of the plugin.
+    """
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ranks as dp/pp/tp, in the order of CallWorkers' replies."""
@@ -288,10 +293,11 @@ class HelloResponse(_message.Message):
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         open_apply: Global___OpenApply | None = ...,
         nodes: _builtins.int = ...,
+        served_model_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["open_apply", b"open_apply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_id", b"engine_id", "model", b"model", "nodes", b"nodes", "open_apply", b"open_apply", "protocol", b"protocol", "ranks", b"ranks", "reason", b"reason", "refusals", b"refusals", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_id", b"engine_id", "model", b"model", "nodes", b"nodes", "open_apply", b"open_apply", "protocol", b"protocol", "ranks", b"ranks", "reason", b"reason", "refusals", b"refusals", "served_model_name", b"served_model_name", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -209,6 +209,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             warnings=info.warnings,
             open_apply=to_message(info.open_apply),
             nodes=info.nodes,
+            served_model_name=info.served_model_name,
         )
 
     @_with_status

@@ -177,4 +177,5 @@ def describe(vllm: VllmCalls, vllm_version: str, kind: str, ranks: tuple[str, ..
         kind=kind,
         warnings=safety_warnings(),
         nodes=node_count(config),
+        served_model_name=config.model_config.served_model_name,
     )

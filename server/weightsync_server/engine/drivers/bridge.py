@@ -249,6 +249,7 @@ class BridgeEngine:
             warnings=tuple(answer.warnings),
             open_apply=from_message(answer.open_apply),
             nodes=answer.nodes or 1,
+            served_model_name=answer.served_model_name,
         )
 
     async def _owned(self) -> None:

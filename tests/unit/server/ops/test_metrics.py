@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import platform
 import time
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightsync import __version__
+from weightsync.engine import EngineInfo, EngineState
 from weightsync_server.http import http_server
 from weightsync_server.http.http_server import MetricsEndpoint
 from weightsync_server.ops.metrics import (
@@ -80,7 +82,9 @@ def test_every_child_exists_from_the_start(metrics: Metrics) -> None:
         "weightsync_live_check_timestamp_seconds",
     ):
         assert samples[name, "m", "e0"] == 0
-    assert samples["weightsync_build_info", __version__] == 1
+    (build,) = [labels for (name, *labels) in samples if name == "weightsync_build_info"]
+    assert build[:2] == [__version__, platform.python_version()]
+    assert all(build)
 
 
 def test_there_are_the_phases_and_buckets_of_the_issue(metrics: Metrics) -> None:
@@ -189,6 +193,41 @@ def test_each_engine_has_its_own_versions_and_state(metrics: Metrics) -> None:
     assert value("served_version", "e1", rank="0/0/0") is None
     assert value("fenced", "e1") is None
     assert value("served_version", "e0", rank="0/0/0") == 3
+
+
+def test_an_engine_is_named_as_in_metrics_of_vllm(metrics: Metrics) -> None:
+    def named() -> list[tuple[str, ...]]:
+        samples = [
+            sample
+            for family in metrics.registry.collect()
+            for sample in family.samples
+            if family.name == "weightsync_engine_info"
+        ]
+        assert {sample.value for sample in samples} <= {1}
+        names = ("model", "engine", "model_name", "vllm_engine", "vllm_version")
+        return sorted(tuple(sample.labels[name] for name in names) for sample in samples)
+
+    engine, other = metrics.engine("e0"), metrics.engine("e1")
+    assert named() == []
+    ranks = ("0/0/0", "0/0/1", "1/0/0", "1/0/1")
+    engine.set_info(_info("policy", ranks))
+    other.set_info(_info("policy-e1", ("0/0/0",)))
+    assert named() == [
+        ("m", "e0", "policy", "0", "0.32.0"),
+        ("m", "e0", "policy", "1", "0.32.0"),
+        ("m", "e1", "policy-e1", "0", "0.32.0"),
+    ]
+    # It was started again with another name and one core.
+    engine.set_info(_info("actor", ranks[:2]))
+    other.remove()
+    assert named() == [("m", "e0", "actor", "0", "0.32.0")]
+
+
+def _info(name: str, ranks: tuple[str, ...]) -> EngineInfo:
+    return EngineInfo(
+        "id", "0.32.0", ranks, frozenset(), (), EngineState.SERVING, "", "/model", "bridge",
+        served_model_name=name,
+    )  # fmt: skip
 
 
 def test_the_age_of_the_served_version(metrics: Metrics) -> None:

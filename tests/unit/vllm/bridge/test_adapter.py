@@ -46,6 +46,7 @@ class Llm:
             parallel_config=SimpleNamespace(**parallel),
             model_config=SimpleNamespace(
                 model="m",
+                served_model_name="policy",
                 revision=None,
                 enable_sleep_mode=True,
             ),

@@ -262,6 +262,7 @@ async def test_a_server_that_connects_learns_which_apply_is_open(
 ) -> None:
     async with _bridge(Llm(), folder) as engine:
         info = await first.hello()
+        assert info.served_model_name == "policy"
         assert FENCES_ON_EXPIRY in info.capabilities
         assert info.open_apply is None
         await first.resume("", 7, DIGEST)
