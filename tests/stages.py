@@ -38,6 +38,7 @@ _PROGRAMS = {
     "etcdctl": "etcd-client",
     "git": "git",
     "ip": "iproute2",
+    "kubectl": "kubernetes-client",
     "npm": "npm",
     "promtool": "prometheus",
 }

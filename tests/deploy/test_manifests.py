@@ -29,7 +29,7 @@ NEVER = {"VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"}
 
 @pytest.fixture(scope="module")
 def objects() -> dict[tuple[str, str], dict[str, Any]]:
-    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/sidecar.yaml").read_text())
+    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/base/sidecar.yaml").read_text())
     return {(one["kind"], one["metadata"]["name"]): one for one in documents}
 
 
