@@ -119,6 +119,18 @@ def test_dashboard_takes_its_datasource_from_a_variable() -> None:
         assert holder["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
 
 
+def test_dashboard_marks_applies_fences_and_starts() -> None:
+    notes = {note["name"]: note for note in dashboard()["annotations"]["list"]}
+    assert list(notes) == ["Applies", "Failed applies", "Fences", "Server starts"]
+    for note in notes.values():
+        # Grafana draws a mark for each value above 0.
+        assert note["expr"].endswith(" > 0")
+        for label in re.findall(r"{{(\w+)}}", note["titleFormat"] + note["textFormat"]):
+            assert label in {"model", "instance", "engine", "outcome"}
+    assert len({note["iconColor"] for note in notes.values()}) == len(notes)
+    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
+
+
 def test_dashboard_panels_have_titles_descriptions_and_room_of_their_own() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels():

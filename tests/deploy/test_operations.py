@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.compose_file import ROOT
 from tests.deploy.metric_families import family_names, of_some_servers
-from tests.deploy.promql import alert_rules
+from tests.deploy.promql import alert_rules, dashboard, dashboard_queries, metric_names
 from weightsync_client.cli.cli_options import MEANINGS
 
 if TYPE_CHECKING:
@@ -36,6 +36,27 @@ def test_every_metric_is_explained(lone_server: LoneServer) -> None:
     families = family_names(text_string_to_metric_families(lone_server.scrape()))
     explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z_]+)", METRICS))
     assert explained == families | of_some_servers()
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(lone_server: LoneServer) -> None:
+    families = family_names(text_string_to_metric_families(lone_server.scrape()))
+    known = families | of_some_servers() | {"ALERTS"}
+    for place, query in dashboard_queries().items():
+        asked = {name.removesuffix("_bucket") for name in metric_names(query)}
+        assert asked <= known, place
+
+
+def test_the_dashboard_shows_what_some_servers_alone_have() -> None:
+    queries = dashboard_queries().values()
+    shown = set().union(*map(metric_names, queries))
+    others = {name for name in of_some_servers() if not name.startswith("weightsync_train")}
+    assert others <= shown
+
+
+def test_the_page_names_the_rows_of_the_dashboard() -> None:
+    rows = [panel["title"] for panel in dashboard()["panels"] if panel["type"] == "row"]
+    page = " ".join((DOCS / "operate/monitoring.md").read_text().split())
+    assert f"Its rows are {', '.join(rows[:-1])} and {rows[-1]};" in page
 
 
 def test_every_alert_is_explained_with_its_severity() -> None:
