@@ -73,7 +73,7 @@ class App:
         engines = await open_engines(ground, versions, stack, self._engine_args, watchers)
         core = open_core(ground, versions, engines, stack)
         paths, known = settings.paths, engines.served.set
-        home = ExtensionHome(paths.run_dir, paths.state_dir, ground.identity, settings.log_level)
+        home = ExtensionHome(paths.run_dir, paths.state_dir, ground.identity)
         groups, model = settings.extensions, versions.model
         services = extra_services(groups, home, known, model, ground.metrics)
         doors = await open_doors(ground, core, stack, services, http_verbs)

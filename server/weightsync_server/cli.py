@@ -10,8 +10,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from weightsync import __version__
+from weightsync import __version__, log_lines
 from weightsync.errors import WeightSyncError
+from weightsync.log_lines import event
 from weightsync.wire.extras import missing_package
 from weightsync_server.ops.stop_deadline import StopDeadline
 
@@ -76,9 +77,7 @@ def main() -> None:
         sys.exit(_USAGE)
     # Tells where a library has crashed.
     faulthandler.enable()
-    logging.basicConfig(
-        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_lines.configure(settings.log_format, settings.log_level, settings.name)
     sys.exit(asyncio.run(_run(settings, engine_args)))
 
 
@@ -125,21 +124,35 @@ async def _run(settings: Settings, engine_args: list[str]) -> int:
     except ModuleNotFoundError as error:
         if not (sentence := missing_package(error, "this configuration")):
             raise
-        sys.stderr.write(f"weightsync-server: {sentence}\n")
-        return _FAILED
+        return _failed(settings, sentence)
     except (WeightSyncError, OSError, RuntimeError) as error:
-        sys.stderr.write(f"weightsync-server: {error}\n")
-        return _FAILED
+        return _failed(settings, str(error))
     shut = await _until_end(app, asked)
     if shut:
-        logger.critical("nobody can connect any more (%s): ending, to be started again", shut)
+        logger.critical(
+            "nobody can connect any more (%s): ending, to be started again",
+            shut,
+            extra=event("server.shut"),
+        )
         deadline.begin(_SHUT_DRAIN_S + settings.stop_timeout_s, loop)
         await app.stop(_SHUT_DRAIN_S)
         return _SHUT
-    logger.info("told to stop: calls under way get %g s to end", settings.drain_timeout_s)
+    logger.info(
+        "told to stop: calls under way get %g s to end",
+        settings.drain_timeout_s,
+        extra=event("server.stopping"),
+    )
     await app.stop()
-    logger.info("stopped")
+    logger.info("stopped", extra=event("server.stopped"))
     return _OK
+
+
+def _failed(settings: Settings, sentence: str) -> int:
+    if settings.log_format == log_lines.JSON:
+        logger.critical("%s", sentence, extra=event("server.failed"))
+    else:
+        sys.stderr.write(f"weightsync-server: {sentence}\n")
+    return _FAILED
 
 
 async def _started(app: App | NodeServer, asked: asyncio.Event) -> bool:
@@ -153,7 +166,7 @@ async def _started(app: App | NodeServer, asked: asyncio.Event) -> bool:
     await asyncio.wait((starting, asking), return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()
     if not starting.done():
-        logger.info("told to stop before it has started")
+        logger.info("told to stop before it has started", extra=event("server.stopping"))
         starting.cancel()
         await asyncio.wait([starting])
     if starting.cancelled():

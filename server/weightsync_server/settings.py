@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from weightsync import host_dirs
+from weightsync import host_dirs, log_lines
 from weightsync.wire.grpc_channels import is_loopback
 from weightsync_server.auth import Endpoint, ListenerSettings
 from weightsync_server.engine import ApplySettings
@@ -47,6 +47,12 @@ def _check_http(address: str) -> str:
     if address:
         _check_host_port("http", address, 8551)
     return address
+
+
+def _check_log_format(form: str) -> str:
+    if form.lower() not in (log_lines.TEXT, log_lines.JSON):
+        raise ValueError(f"must be {log_lines.TEXT} or {log_lines.JSON}, not {form!r}")
+    return form.lower()
 
 
 def _check_log_level(level: str) -> str:
@@ -179,6 +185,11 @@ class Settings:
     reflection: bool = setting(True, "Serve gRPC reflection.")
     log_level: str = setting(
         "INFO", "DEBUG, INFO, WARNING, ERROR or CRITICAL.", check=_check_log_level
+    )
+    log_format: str = setting(
+        log_lines.TEXT,
+        "text, or json: one JSON object for each event, on one line.",
+        check=_check_log_format,
     )
     extensions: Sequence[ExtensionSettings] = ()
 

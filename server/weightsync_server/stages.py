@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from weightsync import __version__
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.host_dirs import make_dir
+from weightsync.log_lines import event
 from weightsync.model.manifest import MAX_VERSION
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
@@ -113,7 +114,13 @@ async def open_ground(settings: Settings, stack: contextlib.AsyncExitStack) -> G
     with translate_os_errors("naming this server"):
         identity = server_identity(paths.state_dir)
     store = open_store(paths.store_url, identity)
-    logger.info("weightsync-server %s, model %s, store %s", __version__, settings.name, store.url)
+    logger.info(
+        "weightsync-server %s, model %s, store %s",
+        __version__,
+        settings.name,
+        store.url,
+        extra=event("server.starting", release=__version__, store=store.url),
+    )
     with translate_os_errors("opening the journal"):
         lasting = store.url if store.durable else ""
         journal = JournalFile(paths.state_dir / "journal", lasting)
@@ -453,7 +460,8 @@ async def listen(
     stack.push_async_callback(stop)
     if not settings.replica.url:
         ground.push_health.let_in()
-    logger.info("listening on %s", ", ".join(doors.addresses))
+    addresses = ", ".join(doors.addresses)
+    logger.info("listening on %s", addresses, extra=event("server.listening", addresses=addresses))
     if doors.metrics_port:
         host = settings.metrics.rpartition(":")[0]
         logger.info("metrics on http://%s:%d/metrics", host, doors.metrics_port)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from weightsync import log_lines
 from weightsync.wire.documents import receive_exactly
 
 if TYPE_CHECKING:
@@ -129,13 +130,18 @@ def connect() -> socket.socket:
 
 
 def begin(sock: socket.socket) -> dict[str, Any]:
-    """Greet the server and return what it told to begin with, or raise EOFError if it is gone."""
+    """Greet the server and return what it told to begin with, or raise EOFError if it is gone.
+
+    From then on this process logs as the server does.
+    """
     hello = {"op": "hello", "protocol": PROTOCOL, "pid": os.getpid()}
     sock.sendall(encode(hello))
     start, _ = receive(sock)
     # The server may have died before PR_SET_PDEATHSIG was set.
     if os.getppid() != start["parent"]:
         raise EOFError
+    if "log" in start:
+        log_lines.configure(**start["log"])
     return start
 
 

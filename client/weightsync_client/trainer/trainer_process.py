@@ -200,9 +200,6 @@ def main() -> None:
     faulthandler.enable()
     try:
         start = child_channel.begin(sock)
-        logging.basicConfig(
-            level=start["log_level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
         _TrainerProcess(sock, start).run()
     except (EOFError, ConnectionError):
         os._exit(0)

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from weightsync.engine import ATTACH
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync.shm.attach_socket import AttachServer, HandedOut
 from weightsync.v1 import attach_pb2 as pb
 from weightsync.wire.socket_server import PeerCredentials
@@ -324,14 +325,18 @@ class Attachments:
         attachment.begin()
         self._open.add(attachment)
         self._attached.set(len(self._open))
-        logger.info("process %d has the memory of engine %s", peer.pid, attachment.engine)
+        named = event("attach.begun", engine=attachment.engine, process=peer.pid)
+        logger.info(
+            "process %d has the memory of engine %s", peer.pid, attachment.engine, extra=named
+        )
         return attachment, found
 
     async def leave(self, attachment: Attachment, peer: PeerCredentials) -> None:
         self._open.discard(attachment)
         self._attached.set(len(self._open))
         attachment.end()
-        logger.info("process %d has left engine %s", peer.pid, attachment.engine)
+        named = event("attach.ended", engine=attachment.engine, process=peer.pid)
+        logger.info("process %d has left engine %s", peer.pid, attachment.engine, extra=named)
 
     async def _remember(self, attachment: Attachment, pid: int, pidfd: int) -> None:
         supervisor = self.engine(attachment.engine).supervisor

@@ -29,6 +29,7 @@ from typing import Never
 from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS, OpenApply, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import about, event
 from weightsync.v1 import attach_pb2 as pb
 from weightsync.v1 import weightsync_pb2
 from weightsync_server.attach.attachments import (
@@ -446,7 +447,12 @@ class InPlace:
         for phase in ("pause", "verify", "resume", "paused"):
             self._context.metrics.observe_phase(phase, getattr(result, f"{phase}_s"))
         self._supervisor.show_in_place(version, session.ranks.names)
-        logger.info("transaction %s: version %d is live, and not pushed", self.id, version)
+        logger.info(
+            "transaction %s: version %d is live, and not pushed",
+            self.id,
+            version,
+            extra=event("in_place.live", version=version),
+        )
         await failpoints.reach("in_place.live")
         key, paused = self._push.key, duration(result.paused_s)
         live = pb.InPlaceLive(version=version, paused=paused, push_key=key)
@@ -522,7 +528,13 @@ class InPlace:
         error: WeightSyncError | OSError,
     ) -> Never:
         version, why = base.record.version, str(error) or type(error).__name__
-        logger.error("transaction %s: version %d is put back: %s", self.id, version, why)
+        logger.error(
+            "transaction %s: version %d is put back: %s",
+            self.id,
+            version,
+            why,
+            extra=event("in_place.restoring", version=version),
+        )
         restored = WeightSyncError(
             Reason.APPLY_RESTORED,
             f"the transaction did not count, and version {version} was put back and verified on "
@@ -550,8 +562,12 @@ class InPlace:
         self._supervisor.served.set_live(target.record.version)
         await session.hold(target)
         self._supervisor.show(target, whole=True)
+        version = target.record.version
         logger.info(
-            "transaction %s: version %d is pushed and proved", self.id, target.record.version
+            "transaction %s: version %d is pushed and proved",
+            self.id,
+            version,
+            extra=event("in_place.committed", version=version),
         )
         result.ranks = [replace(rank, content_digest=target.digest) for rank in result.ranks]
         report = replies.applied(plan, result)
@@ -605,7 +621,8 @@ class InPlaceCalls:
         line = TransactionStream(steps)
         context, blocks = self._context, self._blocks
         work = InPlace(applier, context, blocks, order, line, attachment, self._give_up)
-        task = asyncio.create_task(work.run(), name=f"in place {work.id}")
+        with about(engine=applier.name, apply_id=work.id):
+            task = asyncio.create_task(work.run(), name=f"in place {work.id}")
         self._running.add(task)
         task.add_done_callback(self._ended)
         task.add_done_callback(lambda _: line.end())

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync_server.auth.caller import Caller, RejectedCall, UseCase
 from weightsync_server.auth.roles import RULES, Role
 
@@ -71,7 +72,7 @@ class Audit:
             times, self._strangers = self._strangers, 0
         elif error.reason is not Reason.PERMISSION_DENIED:
             return
-        line = {
+        line: dict[str, Any] = {
             "time": _now(),
             "who": attempt.who,
             "method": attempt.method,
@@ -80,7 +81,9 @@ class Audit:
             "peer": attempt.peer,
             "refused": error.message,
         }
-        logger.warning("%s", json.dumps(line | ({"times": times} if times > 1 else {})))
+        if times > 1:
+            line["times"] = times
+        log_call("audit.refused", line, {"reason": error.reason.value}, logging.WARNING)
 
     def write(self, caller: Caller, outcome: str) -> None:
         """Write the line of one call that has ended; `outcome` is the name of its status."""
@@ -96,8 +99,7 @@ class Audit:
             "outcome": outcome,
             "peer": caller.peer,
         }
-        # ASCII with escapes: no name can end a line or forge one.
-        logger.info("%s", json.dumps(line))
+        log_call("audit.call", line, {**_applied(caller.response), **caller.refusal})
         self._lines.inc()
 
     def witnessed(self, calls: Mapping[str, UseCase]) -> dict[str, UseCase]:
@@ -114,14 +116,16 @@ class Audit:
     def _witnessed(self, path: str, call: UseCase) -> UseCase:
         async def answer(caller: Caller, request: Any) -> Any:
             self._ask(path, caller)
-            caller.response = await call(caller, request)
+            with _refusal_noted(caller):
+                caller.response = await call(caller, request)
             return caller.response
 
         async def stream(caller: Caller, request: Any) -> AsyncIterator[Any]:
             self._ask(path, caller)
-            async with contextlib.aclosing(call(caller, request)) as responses:
-                async for caller.response in responses:
-                    yield caller.response
+            with _refusal_noted(caller):
+                async with contextlib.aclosing(call(caller, request)) as responses:
+                    async for caller.response in responses:
+                        yield caller.response
 
         return stream if inspect.isasyncgenfunction(call) else answer
 
@@ -137,6 +141,26 @@ class Audit:
             )
         caller.worked = True
         self._calls.inc()
+
+
+def log_call(
+    name: str, line: Mapping[str, Any], more: Mapping[str, str], level: int = logging.INFO
+) -> None:
+    """Log an audit line, of event `name`: text shows it as JSON, JSON its fields and `more`."""
+    said = f"{line['who'] or 'unknown caller'} called {line['method']}: {line['outcome']}"
+    fields = {key: value for key, value in line.items() if value} | dict(more)
+    # ASCII with escapes: no name can end a line or forge one.
+    logger.log(level, "%s", json.dumps(line), extra=event(name, message=said, **fields))
+
+
+@contextlib.contextmanager
+def _refusal_noted(caller: Caller) -> Iterator[None]:
+    try:
+        yield
+    except WeightSyncError as error:
+        apply_id = error.metadata.get("apply_id", "")
+        caller.refusal = {"reason": error.reason.value, "apply_id": apply_id}
+        raise
 
 
 @contextlib.contextmanager
@@ -196,6 +220,13 @@ def _version_field(message: Any) -> int:
     while not isinstance(found, int):
         found = getattr(found, "version", 0)
     return found
+
+
+def _applied(response: Any) -> dict[str, str]:
+    """Return the apply and the engines of an answer, if it has any."""
+    report = getattr(_kind(response) or response, "report", None)
+    engines = [one.engine for one in getattr(response, "engines", ()) if one.report.apply_id]
+    return {"apply_id": getattr(report, "apply_id", ""), "engine": ", ".join(engines)}
 
 
 def _push_id(message: Any) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync import clock
@@ -38,6 +38,7 @@ class Caller:
         worked: Whether a method that changes state has begun; limits may refuse a call before.
         request: What was asked, or the first message of a stream; None: nothing came.
         response: What a method that changes state has answered, or the last of a stream.
+        refusal: What the log says of the error that such a method ended with.
     """
 
     principal: Principal
@@ -49,6 +50,7 @@ class Caller:
     worked: bool = False
     request: Any = None
     response: Any = None
+    refusal: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

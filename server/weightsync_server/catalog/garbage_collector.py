@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,7 +171,8 @@ class GarbageCollector:
             logger.warning("version %d stays for now: %s", version, error.message)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        # It is about no call: what the log says of that is left behind.
+        task = asyncio.create_task(work, context=Context())
         self._background.add(task)
         self._disk.frees(task)
         task.add_done_callback(self._ended)

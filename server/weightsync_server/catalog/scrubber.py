@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync.model.digest import TensorDigester
 from weightsync.model.layout import check_header
 from weightsync.model.manifest import Manifest
@@ -75,7 +76,12 @@ class Scrubber:
                 return
             damage = fault.message
         if damage and not record.damaged:
-            logger.error("version %d is damaged in the store: %s", record.version, damage)
+            logger.error(
+                "version %d is damaged in the store: %s",
+                record.version,
+                damage,
+                extra=event("version.damaged", version=record.version),
+            )
         elif record.damaged and not damage:
             logger.warning("version %d is whole in the store again", record.version)
         record.damage(damage)

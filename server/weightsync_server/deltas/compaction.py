@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import about, event
 from weightsync.model.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.commits import CommitService
@@ -97,8 +98,10 @@ class Compactor:
             # Leased at once: nobody writes over the bytes that are being kept.
             slot = slot_of(newest)
             slot.leases += 1
-            self._task = asyncio.create_task(self._fold(newest), name="fold")
-            self._task.add_done_callback(partial(self._ended, newest, slot))
+            # Whatever call it was that made the chain too long.
+            with about(version=newest.version, push_id=None, apply_id=None, trace_id=None):
+                self._task = asyncio.create_task(self._fold(newest), name="fold")
+                self._task.add_done_callback(partial(self._ended, newest, slot))
 
     def stand_back(self) -> None:
         if self._task is not None:
@@ -155,7 +158,9 @@ class Compactor:
         elif error is not None:
             logger.error("the fold of version %d failed", record.version, exc_info=error)
         if record.base is None:
-            logger.info("version %d is kept in full now", record.version)
+            logger.debug(
+                "version %d is kept in full now", record.version, extra=event("version.folded")
+            )
             self._table.events.publish(ChainFolded(record))
             # What it was based on may go now.
             self._collect()

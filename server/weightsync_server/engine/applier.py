@@ -7,12 +7,14 @@ with the same key joins it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 
 from weightsync.engine import BETWEEN_STEPS, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event, note
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import idempotency, replies
@@ -27,6 +29,7 @@ from weightsync_server.engine.host_apply import (
     check_prepare_timeout,
     check_ways,
     drop,
+    log_live,
     prepare_all,
     roll_out,
     switch_together,
@@ -36,6 +39,8 @@ from weightsync_server.engine.idempotency import Reply, Request
 from weightsync_server.engine.journal import Answer
 from weightsync_server.engine.outcome import CutoverPlan, reject
 from weightsync_server.engine.refusals import pause_spec
+
+logger = logging.getLogger(__name__)
 
 _MAX_REASON_BYTES = 1024
 #: How often engines are taken anew when others begin to serve meanwhile.
@@ -47,6 +52,12 @@ _OUTCOMES = {
     pb.APPLY_OUTCOME_PLANNED: "planned",
 }
 _FAILURES = {Reason.APPLY_RESTORED: "restored", Reason.ENGINE_FENCED: "fenced"}
+#: How lines about these ends are logged.
+_FAILED_LINES = {
+    "refused": (logging.INFO, event("apply.refused")),
+    "restored": (logging.ERROR, event("apply.restored")),
+    "fenced": (logging.CRITICAL, event("apply.fenced")),
+}
 
 
 class Applier:
@@ -117,6 +128,7 @@ class Applier:
     async def _once(
         self, request: Request, kind: type[Reply], start: Callable[[], Coroutine[None, None, Reply]]
     ) -> Reply:
+        note(version=getattr(request, "version", None) or None, engine=request.engine)
         # Nothing is awaited from here until the supervisor is asked: what it finds of a call that
         # was lost is in the journal before it lets the next one in.
         earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
@@ -128,9 +140,10 @@ class Applier:
         except WeightSyncError as error:
             # Only an apply that was begun can have fenced the engine.
             begun = "apply_id" in error.metadata
-            self._context.metrics.count_apply(
-                _FAILURES.get(error.reason, "refused") if begun else "refused"
-            )
+            outcome = _FAILURES.get(error.reason, "refused") if begun else "refused"
+            self._context.metrics.count_apply(outcome)
+            level, extra = _FAILED_LINES[outcome]
+            logger.log(level, "apply %s: %s", outcome, error.message, extra=extra)
             raise
         self._context.metrics.count_apply(_OUTCOMES[reply.report.outcome])
         return reply
@@ -171,13 +184,15 @@ class Applier:
         self, request: pb.ApplyVersionRequest, spec: PauseSpec, base: VersionRecord | None
     ) -> pb.ApplyVersionResponse:
         timeout = request.prepare_timeout.ToNanoseconds() / 1e9
-        async with self._taken(request.engine, timeout, apply_id=secrets.token_hex(8)) as group:
+        async with self._taken(request.engine, timeout, apply_id=_new_apply()) as group:
             # What a server before this one had begun was found done while the engines were taken.
             kind = pb.ApplyVersionResponse
             earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
             if earlier is not None:
                 return earlier
             record = self._choose(request, group.members)
+            note(version=record.version)
+            logger.debug("apply of version %d begins", record.version, extra=event("apply.begun"))
             going = [one for one in group.members if one.live.record.version != record.version]
             reports = {
                 one.name: replies.nothing_done(one.live, spec)
@@ -219,7 +234,7 @@ class Applier:
                 written[applier.name] = record
             why = "a rollback was asked for, which does not wait for it"
             applier.supervisor.checks.break_off(why)
-        async with self._taken(request.engine, None, apply_id=secrets.token_hex(8)) as group:
+        async with self._taken(request.engine, None, apply_id=_new_apply()) as group:
             kind = pb.RollbackResponse
             earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
             if earlier is not None:
@@ -230,6 +245,7 @@ class Applier:
                 if one.name in written and one.live.record.order < written[one.name].order
             }
             record, left = self._way_back(group.members, undone)
+            note(version=record.version)
             going = [one for one in group.members if one.live.record.version != record.version]
             reports = {
                 one.name: replies.nothing_done(one.live, spec)
@@ -245,6 +261,13 @@ class Applier:
             plans = await prepare_all(going, record, None, spec, cause, durable=True)
             reports |= await self._carry_out(request, group, plans)
             rejected = await reject(self._model.serving, left, reason)
+            logger.info(
+                "rolled back from version %d to %d: %s",
+                left,
+                record.version,
+                request.reason or "no reason was given",
+                extra=event("rollback.done", rejected_version=left),
+            )
             reply = pb.RollbackResponse(
                 report=replies.combined(reports),
                 rejected_version=left * rejected,
@@ -346,7 +369,9 @@ class Applier:
             return await switch_together(plans, self._engines.host_journal)
         # One engine at most, which others that are away are to follow.
         own = [EnginePlan(one.member, replace(one.plan, for_host=group.whole)) for one in plans]
-        return {one.member.name: await one.make_live() for one in own}
+        reports = {one.member.name: await one.make_live() for one in own}
+        log_live(reports)
+        return reports
 
     async def _done(self, group: TakenEngines, plans: Sequence[EnginePlan], answer: Answer) -> None:
         if group.whole:
@@ -365,6 +390,13 @@ def refuse_member(fleet: str, command: str) -> None:
             f"use `weightsync fleet {command}`: this host is a member of fleet {fleet}, which "
             "decides what it serves",
         )
+
+
+def _new_apply() -> str:
+    """Return the id of an apply, which this task's lines in the log have from now on."""
+    apply_id = secrets.token_hex(8)
+    note(apply_id=apply_id)
+    return apply_id
 
 
 def _without_key(plan: CutoverPlan) -> CutoverPlan:

@@ -21,6 +21,7 @@ from typing import Never, TypeVar
 from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS, EngineState, OpenApply, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine.journal import Journal, disk_errors_logged
 from weightsync_server.engine.outcome import ApplyCause, CutoverPlan, CutoverResult, PreparedVersion
@@ -296,7 +297,8 @@ class Cutover:
         result.verify_s = max(rank.verify_s for rank in result.ranks)
 
     async def _restore(self, base: PreparedVersion, failures: list[str]) -> None:
-        logger.error("apply failed, restoring: %s", "; ".join(failures))
+        why = "; ".join(failures)
+        logger.error("apply failed, restoring: %s", why, extra=event("apply.restoring"))
         await failpoints.reach("apply.restore")
         result = CutoverResult()
         again = await self._commit(base, result)

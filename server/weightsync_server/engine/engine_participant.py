@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Awaitable, Callable
 
 from weightsync import failpoints
@@ -20,8 +19,6 @@ from weightsync_server.engine.session import EngineSession
 from weightsync_server.engine.supervisor import EngineSupervisor
 from weightsync_server.engine.version_loads import LoadFailedError
 from weightsync_server.ops.os_errors import translate_os_errors
-
-logger = logging.getLogger(__name__)
 
 
 class EngineApplier:
@@ -142,7 +139,7 @@ class EngineApplier:
         `Cutover.run`. A target that failed here is rejected; without `steps`, that it was restored
         is in the journal.
         """
-        target, base = plan.target, plan.base
+        target = plan.target
         cutover = self.supervisor.cutover(session)
         try:
             with translate_os_errors("the apply"):
@@ -162,14 +159,6 @@ class EngineApplier:
             self._rates[done, plan.spec.mode == BETWEEN_STEPS] = (
                 result.written_bytes / result.paused_s
             )
-        logger.info(
-            "engine %s: version %d is live, %d before; %d bytes written, paused for %.1f ms",
-            self.name,
-            target.record.version,
-            base.record.version,
-            result.written_bytes,
-            result.paused_s * 1e3,
-        )
         return replies.applied(plan, result)
 
     async def _failed(

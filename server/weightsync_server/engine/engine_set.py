@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine.engine_participant import EngineApplier
 from weightsync_server.engine.journal import HostJournal, JournalFile
@@ -173,13 +174,13 @@ class EngineSet:
         sockets = {engine_name(path): path for path in found if NAME.fullmatch(engine_name(path))}
         self._warn({str(path) for path in found} - {str(path) for path in sockets.values()})
         for name in sorted(sockets.keys() - self._appliers.keys()):
-            logger.info("engine %s appears", name)
+            logger.info("engine %s appears", name, extra=event("engine.found", engine=name))
             applier = self._make(sockets[name])
             self.add(applier)
             self._found.add(name)
             applier.supervisor.start()
         for name in sorted(self._found - sockets.keys() - self._leaving.keys()):
-            logger.info("engine %s is gone", name)
+            logger.info("engine %s is gone", name, extra=event("engine.gone", engine=name))
             # An apply that has it ends first; one that comes back under its name waits for that.
             self._leaving[name] = asyncio.create_task(self._leave(name), name=f"leave {name}")
 

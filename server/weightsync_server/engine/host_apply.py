@@ -10,12 +10,13 @@ import contextlib
 import functools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import about, event
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.decide import (
@@ -31,7 +32,7 @@ from weightsync_server.decide import (
     Verdict,
     next_step,
 )
-from weightsync_server.engine import idempotency
+from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.engine_participant import EngineApplier, live_version
 from weightsync_server.engine.idempotency import Request
@@ -62,10 +63,12 @@ class EnginePlan:
 
     async def make_live(self, ledger: JournalLedger | None = None) -> pb.ApplyReport:
         """Return when the engine generates on its target; what fails is told to the others."""
-        member, name = self.member, self.member.name
+        member, name, target = self.member, self.member.name, self.plan.target
         steps = functools.partial(ledger.take_part, name, self.plan) if ledger is not None else None
+        facts = {"apply_id": target.apply_id, "version": target.record.version, "engine": name}
         try:
-            return await member.applier.make_live(member.session, self.plan, steps)
+            with about(**facts):
+                return await member.applier.make_live(member.session, self.plan, steps)
         except BaseException as error:
             member.error = error
             if ledger is not None:
@@ -200,7 +203,9 @@ class JournalLedger:
                 refusal = idempotency.pack_refusal(failure.message)
                 await self._journal.restored(self._named, refusal)
             raise failure
-        return dict(zip(self._named, _reports(outcomes), strict=True))
+        reports = dict(zip(self._named, _reports(outcomes), strict=True))
+        log_live(reports)
+        return reports
 
     async def close(self) -> None:
         """Leave engines that have not ended to their leases, and to who asks what they hold."""
@@ -261,6 +266,7 @@ async def roll_out(
             went = [*plans[:start], *(one for one in wave if one not in failed)]
             raise await _put_back(went, failed, _first_failure(named, outcomes), journal)
         reports |= zip(named, _reports(outcomes), strict=True)
+    log_live(reports)
     return reports
 
 
@@ -313,7 +319,32 @@ async def _live_again(one: EnginePlan) -> None:
         durable=False,
         apply_id=secrets.token_hex(8),
     )
-    await _live_alone(EnginePlan(member, CutoverPlan(target, plan.target, plan.spec, ApplyCause())))
+    back = EnginePlan(member, CutoverPlan(target, plan.target, plan.spec, ApplyCause()))
+    log_live({member.name: await _live_alone(back)})
+
+
+def log_live(reports: Mapping[str, pb.ApplyReport]) -> None:
+    """Log in one line, however many engines there are, what they generate on from now on."""
+    report, names = replies.combined(reports), ", ".join(reports)
+    paused_ms = report.phases.paused_total.ToNanoseconds() / 1e6
+    logger.info(
+        "%s %s: version %d is live, %s before; %d bytes written, paused for %.1f ms",
+        "engine" if len(reports) == 1 else "engines",
+        names,
+        report.version,
+        report.previous_version or "others",
+        report.written_bytes,
+        paused_ms,
+        extra=event(
+            "apply.done",
+            engine=names,
+            version=report.version,
+            previous_version=report.previous_version or None,
+            apply_id=report.apply_id,
+            written_bytes=report.written_bytes,
+            paused_ms=round(paused_ms, 3),
+        ),
+    )
 
 
 def _first_failure(
@@ -373,9 +404,10 @@ async def prepare_all(
     """
 
     async def ready(one: LocalEngine) -> EnginePlan:
-        target = await one.applier.ready(
-            one.session, one.live, record, timeout_s, durable=durable, spec=spec
-        )
+        with about(engine=one.name, version=record.version):
+            target = await one.applier.ready(
+                one.session, one.live, record, timeout_s, durable=durable, spec=spec
+            )
         return EnginePlan(one, CutoverPlan(target, one.live, spec, cause))
 
     if len(members) == 1:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync.shm.segment_socket import OfferedFile
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.serving import EngineServing, ServingState
@@ -199,7 +200,9 @@ class Reconciler:
                     "the engines of this host have gone on to another version; it is placed now",
                 )
             yield
-        logger.info("engine %s serves version %d", self._served.name, current.record.version)
+        version = current.record.version
+        named = event("engine.serving", version=version)
+        logger.info("engine %s serves version %d", self._served.name, version, extra=named)
 
     async def _prepare(self, record: VersionRecord, *, compare_live: bool) -> PreparedVersion:
         lease = await self._model.stager.stage(record.version, _LOAD_S)

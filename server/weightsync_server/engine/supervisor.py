@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from weightsync import clock
 from weightsync.engine import LAYOUT_CHECK, Engine, EngineState
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import about, event
 from weightsync.model.manifest import TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.layout_compatibility import add_suggestion
@@ -90,7 +91,8 @@ class EngineSupervisor:
         self._write_at = 0.0
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="keeper")
+        with about(engine=self.name):
+            self._task = asyncio.create_task(self._run(), name="keeper")
 
     async def stop(self) -> None:
         """The engine goes on with what it serves."""
@@ -405,7 +407,7 @@ class EngineSupervisor:
         tests = info.vllm_version == "none"
         kind = "the engine for tests" if tests else f"vLLM {info.vllm_version}"
         what = f"{kind}, ranks: {len(info.ranks)}, model {info.model}"
-        logger.info("engine %s: connected to %s", self.name, what)
+        logger.info("engine %s: connected to %s", self.name, what, extra=event("engine.attached"))
         if info.refusals:
             raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
         self._session = EngineSession(self.engine, info, self.context)
@@ -436,7 +438,8 @@ class EngineSupervisor:
     def _failed(self, error: WeightSyncError) -> float:
         away = error.reason in OUT_OF_REACH
         if error.message != self._condition.reason:
-            logger.warning("engine %s: %s", self.name, error.message)
+            named = event("engine.away" if away else "engine.fenced", reason=error.reason.value)
+            logger.warning("engine %s: %s", self.name, error.message, extra=named)
         if away:
             self._forget()
         self._condition.fail(error)

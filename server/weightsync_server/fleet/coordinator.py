@@ -12,10 +12,12 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from weightsync import clock, failpoints
 from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync_server.coordination.coordination import CoordinationStore
 from weightsync_server.decide import (
     ApplyOrder,
@@ -483,12 +485,25 @@ class Coordinator:
         said = [len(reports.of(phase)) for phase in ApplyPhase]
         progress = (number, len(apply.decisions), apply.plan.decisions, *said)
         if progress != self._logged:
+            level, named = self._importance(apply, progress)
             self._logged = progress
-            logger.info(
+            logger.log(
+                level,
                 "apply %d of the fleet: %d of %d decisions; %d prepared, %d ready, %d done",
                 *progress,
+                extra=named,
             )
         return reports
+
+    def _importance(self, apply: Apply, progress: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
+        """Return the level and the event of a line: its last decision, its end, or a step to it."""
+        number, made, all_, *_, done = progress
+        facts = {"fleet_apply": number, "version": apply.plan.target.number}
+        if done >= sum(map(len, apply.plan.waves)):
+            return logging.INFO, event("fleet.done", **facts)
+        if made == all_ and progress[:3] != self._logged[:3]:
+            return logging.INFO, event("fleet.decided", **facts)
+        return logging.DEBUG, event("fleet.progress", **facts)
 
     async def _present(self) -> dict[str, FleetVersion | None]:
         alive, permanent = await self._coordination.members(MEMBERS)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from weightsync import clock, failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync_server.coordination.coordination import CoordinationStore
 from weightsync_server.decide import ApplyPhase, FleetVersion, Verdict
 from weightsync_server.fleet.fleet_history import History, HistoryReader
@@ -579,7 +580,7 @@ class FleetMember:
         return self.view.presence.left_s
 
     async def _fence(self, reason: str) -> None:
-        logger.error("this host is fenced: %s", reason)
+        logger.error("this host is fenced: %s", reason, extra=event("fleet.fenced"))
         self._why_not = reason
         # Which holds the host as long as it takes.
         await self._drop_preparing()

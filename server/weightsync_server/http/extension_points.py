@@ -36,7 +36,6 @@ class ExtensionHome(NamedTuple):
     run_dir: Path
     state_dir: Path
     identity: str
-    log_level: str
 
 
 class ExtraService(Protocol):

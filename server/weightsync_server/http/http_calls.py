@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from weightsync_server.http.http_server import HttpRequest
 
 
-#: Headers that authority asks for.
-_PROOFS = ("authorization", "forwarded")
+#: Headers that authority asks for, and the one that names the sender's trace.
+_PROOFS = ("authorization", "forwarded", "traceparent")
 #: Kinds of alternative names in a certificate, as `ssl` calls them, that gRPC tells as well.
 _NAMES = ("DNS", "URI", "IP Address", "email")
 

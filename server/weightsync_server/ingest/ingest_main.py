@@ -137,10 +137,6 @@ def main() -> None:
     try:
         start = child_channel.begin(sock)
         ingest = _Ingest(sock, start)
-        logging.basicConfig(
-            level=start["log_level"],
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
         tune_process()
         asyncio.run(ingest.run())
     except (EOFError, ConnectionError):

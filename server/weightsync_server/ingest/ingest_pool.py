@@ -251,7 +251,6 @@ class IngestPool(ProcessPool):
         return {
             "model": settings.name,
             "listeners": TypeAdapter(ListenerSettings).dump_python(own, mode="json"),
-            "log_level": settings.log_level,
             "socket": str(settings.paths.ingest_socket),
         }
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from weightsync.log_lines import event
+
 logger = logging.getLogger(__name__)
 
 #: Seconds between two questions to a disk, and questions that it may leave unanswered.
@@ -130,7 +132,17 @@ class DiskWatch:
                 continue
             self._errors[reading.name] = reading.error
             if reading.error:
-                logger.warning("nothing more is written to %s: %s", reading.name, reading.error)
+                logger.warning(
+                    "nothing more is written to %s: %s",
+                    reading.name,
+                    reading.error,
+                    extra=event("disk.full", folder=reading.name),
+                )
             else:
-                logger.info("%s can be written again: %s", reading.name, reading.path)
+                logger.info(
+                    "%s can be written again: %s",
+                    reading.name,
+                    reading.path,
+                    extra=event("disk.writable", folder=reading.name),
+                )
             self._on_change(reading.name, reading.error)

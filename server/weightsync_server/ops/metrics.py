@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from weightsync import __version__, clock
 from weightsync.engine import EngineInfo
+from weightsync.log_lines import event
 from weightsync_server.ops.tasks import DeadlineMonitor
 
 logger = logging.getLogger(__name__)
@@ -315,7 +316,8 @@ class Metrics:
 
     def violate(self, invariant: str) -> None:
         """Count a violation of one of `INVARIANTS`; the log outlives this process."""
-        logger.critical("invariant %s was violated", invariant)
+        named = event("invariant.violated", invariant=invariant)
+        logger.critical("invariant %s was violated", invariant, extra=named)
         self._violations.labels(invariant).inc()
 
     def violations(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync.model.manifest import Layout, Manifest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.epochs import ClientRuns
@@ -111,6 +112,7 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
         push.lifecycle.fail(to_refusal(error, f"the commit of version {version}"))
         raise push.state.error or error from error
     push.lifecycle.succeed(response)
+    logger.debug("version %d is committed", version, extra=event("push.committed"))
     # The version is there: no error may claim otherwise any more.
     with contextlib.suppress(OSError):
         await failpoints.reach("commit.reply")
@@ -170,14 +172,17 @@ def _tell_runs(record: VersionRecord, runs: ClientRuns) -> None:
             other.run,
             record.version,
             other.version,
+            extra=event("push.runs_alternate"),
         )
     else:
-        logger.info(
+        # No more than that: the trainer says it as well, and four lines are enough for a push.
+        logger.debug(
             "version %d is the first of run %s; version %d came from run %s",
             record.version,
             record.client_run,
             other.version,
             other.run,
+            extra=event("push.run_changed"),
         )
 
 

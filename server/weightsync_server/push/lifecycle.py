@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.metrics import Meters
 from weightsync_server.ops.tasks import TaskSet, is_running
@@ -205,7 +206,12 @@ class PushLifecycle:
         if not self.opened.done():
             self.opened.set_result(None)
         version = self._state.record.version
-        logger.info("push of version %d ended: %s", version, why or error.message)
+        logger.info(
+            "push of version %d ended: %s",
+            version,
+            why or error.message,
+            extra=event("push.ended", reason=error.reason.value, **self._state.facts),
+        )
         self._meters.count_push(outcome)
         self.tasks.closing = asyncio.create_task(self._close())
         self._reservation.disk.end(error, self.tasks.closing)

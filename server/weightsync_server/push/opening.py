@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import about, event
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.deltas import find_base
@@ -98,6 +99,7 @@ async def _open(push: Push, deadline_s: float | None) -> None:
     await equip(push, deadline_s)
     await _record(push)
     push.lifecycle.open()
+    logger.debug("push of version %d begins", push.state.record.version, extra=event("push.begun"))
 
 
 async def _record(push: Push) -> None:
@@ -137,7 +139,8 @@ def suspend(push: Push) -> None:
     """
     tasks = push.lifecycle.tasks
     if tasks.suspending is None and _is_possible(push):
-        tasks.suspending = start_task(_suspend(push))
+        with about(**push.state.facts):
+            tasks.suspending = start_task(_suspend(push))
 
 
 def _is_possible(push: Push) -> bool:
@@ -185,6 +188,7 @@ def _give_back(push: Push) -> None:
         "nobody sends version %d any more: its slot is free, %d bytes are kept for its push",
         record.version,
         sum(shard.size for shard in durable.values()),
+        extra=event("push.suspended"),
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import about
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
 from weightsync.shm.segments import Segment
@@ -136,7 +137,8 @@ class ShardPipeline:
         `what` names the act, as the subject of a sentence. Refusals in `passing` do not fail the
         push: the work is done again when asked for again.
         """
-        task = start_task(self._run(work, what, passing))
+        with about(**self._state.facts):
+            task = start_task(self._run(work, what, passing))
         # One that is cancelled before its first step has not awaited its work.
         task.add_done_callback(lambda _: work.close())
         return task

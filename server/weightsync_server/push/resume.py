@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import about, event
 from weightsync.shm.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
@@ -67,7 +68,10 @@ class RecoveredPushes:
                 found.append(self._suspended(survivor, request))
             except WeightSyncError as error:
                 logger.info(
-                    "the push of version %d cannot go on: %s", record.version, error.message
+                    "the push of version %d cannot go on: %s",
+                    record.version,
+                    error.message,
+                    extra=event("push.dropped", version=record.version, push_id=record.push_id),
                 )
                 await self._store.discard(record.model, record.version)
         return found
@@ -84,7 +88,12 @@ class RecoveredPushes:
         self._table.add(record)
         push.lifecycle.touch()
         size = sum(shard.size for shard in survivor.shards)
-        logger.info("the push of version %d goes on: %d bytes were kept", written.version, size)
+        logger.info(
+            "the push of version %d goes on: %d bytes were kept",
+            written.version,
+            size,
+            extra=event("push.resumed", **push.state.facts),
+        )
         return push
 
 
@@ -96,7 +105,8 @@ async def resume(push: Push, deadline_s: float | None = None) -> None:
         await asyncio.wait([tasks.suspending])
         check_open(push.state)
     if push.state.suspended is not None and tasks.resuming is None:
-        tasks.resuming = start_task(_resume(push, deadline_s))
+        with about(**push.state.facts):
+            tasks.resuming = start_task(_resume(push, deadline_s))
     if (resuming := tasks.resuming) is not None:
         # Not its own cancellation is what callers are told, but why the push ended.
         await asyncio.wait([resuming])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import about
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.metrics import Meters
@@ -237,7 +238,8 @@ class PushService:
             # From here on no shard is added.
             push.layout.finish()
             # Whoever asked may have left: the push remembers how it ended.
-            push.lifecycle.tasks.committing = start_task(commit(push, request.content_digest))
+            with about(**push.state.facts):
+                push.lifecycle.tasks.committing = start_task(commit(push, request.content_digest))
         try:
             response = await asyncio.shield(push.lifecycle.tasks.committing)
         except WeightSyncError:

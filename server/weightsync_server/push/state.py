@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -78,6 +78,11 @@ class PushState:
     error: WeightSyncError | None = None
     failed_at: float = 0.0
     final: list[pb.ShardProgress] | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What lines of the log about it say beside their text."""
+        return {"version": self.record.version, "push_id": self.id}
 
 
 def check_open(state: PushState) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weightsync import clock, failpoints
 from weightsync.backoff import backoff_s
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import event
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import FIRST_LOCAL, VersionRecord
 from weightsync_server.catalog.version_events import VersionDamaged
@@ -374,7 +375,13 @@ class Follower:
         self._distrusted.discard(version.content_digest)
         self._metrics.fetches["delta" if fetch.delta else "full"].inc()
         form = "as a delta" if fetch.delta else "in full"
-        logger.info("version %d came from %s, %s", version.version, self._origin.url, form)
+        logger.info(
+            "version %d came from %s, %s",
+            version.version,
+            self._origin.url,
+            form,
+            extra=event("follow.fetched", version=version.version),
+        )
 
     async def _is_adopted(self, version: int) -> bool:
         """Tell whether an engine's checkpoint turns out to be the version, once that is known."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import about
 from weightsync.model.manifest import Layout, Manifest
 from weightsync.shm.staged_version import StagedVersion
 from weightsync.v1 import weightsync_pb2 as pb
@@ -272,7 +273,8 @@ class Stager:
         if task is None or task.done():
             # Owned by nobody who waits: a caller that gives up leaves a version that is staged.
             self._queued[version] = deadline
-            task = self._loading[version] = asyncio.create_task(self._load(record))
+            with about(version=version):
+                task = self._loading[version] = asyncio.create_task(self._load(record))
             task.add_done_callback(partial(self._ended, version))
         elif version in self._queued:
             self._queued[version] = max(self._queued[version], deadline)

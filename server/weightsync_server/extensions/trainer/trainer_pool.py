@@ -305,7 +305,6 @@ class TrainerPool(ProcessPool):
             "address": options.address,
             "model": options.model,
             "engine": options.engine,
-            "log_level": options.log_level,
             "release": __version__,
         }
 

@@ -91,7 +91,6 @@ class TrainerSettings:
     states: Path = Path()
     model: str = ""
     identity: str = ""
-    log_level: str = ""
 
     def check(self, fleet: str, origin: str, engines: Sequence[str]) -> None:
         """Refuse with ValueError a trainer where what it writes could never be served."""

@@ -269,7 +269,6 @@ def supervised_trainer(
         states=(home.state_dir / "trainer").absolute(),
         model=name,
         identity=home.identity,
-        log_level=home.log_level,
     )
     return TrainService(name, Training(options, engines, model, metrics))
 

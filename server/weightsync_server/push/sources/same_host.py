@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
-import json
 import logging
 import secrets
 from collections.abc import Coroutine
@@ -24,6 +23,7 @@ from weightsync.shm.same_host import PeerCredentials, SameHostServer, WriteLease
 from weightsync.shm.segments import writers_are_seen
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.grpc_channels import is_loopback
+from weightsync_server.auth.audit import log_call
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.resume import resume
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-logger = logging.getLogger("weightsync.audit")
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: Seconds for which an offer is good.
 OFFER_S = 30.0
@@ -152,7 +151,7 @@ class SameHostOffers:
             "outcome": "OK",
             "peer": f"pid:{peer.pid} uid:{peer.uid}",
         }
-        logger.info("%s", json.dumps(line))
+        log_call("audit.same_host", line, {})
 
 
 class SameHostSession:
@@ -199,7 +198,7 @@ class SameHostSession:
         except Exception as error:
             refusal = to_refusal(error, "lending memory to a trainer")
             if refusal is not error:
-                _log.exception("lending memory to a trainer")
+                logger.exception("lending memory to a trainer")
             if self._push is not None and refusal.reason in FATAL:
                 self._push.lifecycle.fail(refusal)
                 await self._push.lifecycle.closed()

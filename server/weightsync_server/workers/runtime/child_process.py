@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from weightsync import log_lines
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire import child_channel
 from weightsync_server.ops.tasks import in_thread
@@ -246,7 +247,8 @@ class ChildProcess:
             raise ValueError(
                 f"it speaks protocol {hello['protocol']}, not {child_channel.PROTOCOL}"
             )
-        self._send({"op": "start", "parent": os.getpid(), **facts})
+        log = log_lines.configuration()
+        self._send({"op": "start", "parent": os.getpid(), "log": log, **facts})
         self.ready, _ = await child_channel.read(reader)
         if "error" in self.ready:
             metadata = self.ready.get("metadata")

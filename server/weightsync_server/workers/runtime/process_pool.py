@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from typing import Any
 
 from weightsync.backoff import backoff_s
@@ -135,7 +136,11 @@ class ProcessPool:
 
     def _fill(self, place: int, first: ChildProcess | None) -> None:
         keeping = self._keep(first, place)
-        self._places.append(asyncio.create_task(keeping, name=f"{self._program.name}-place"))
+        # It outlives the call that may have begun this: what the log says of that is left behind.
+        place_task = asyncio.create_task(
+            keeping, name=f"{self._program.name}-place", context=Context()
+        )
+        self._places.append(place_task)
 
     @property
     def _running(self) -> bool:
