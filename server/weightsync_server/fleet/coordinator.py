@@ -496,10 +496,10 @@ class Coordinator:
         return reports
 
     def _importance(self, apply: Apply, progress: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
-        """Return the level and the event of a line: its last decision, its end, or a step to it."""
+        """Return the level and the event of a line: of its last decision, its end, or a step."""
         number, made, all_, *_, done = progress
         facts = {"fleet_apply": number, "version": apply.plan.target.number}
-        if done >= sum(map(len, apply.plan.waves)):
+        if made == all_ and done >= sum(map(len, apply.plan.waves)):
             return logging.INFO, event("fleet.done", **facts)
         if made == all_ and progress[:3] != self._logged[:3]:
             return logging.INFO, event("fleet.decided", **facts)

@@ -162,6 +162,12 @@ def test_levels_of_the_log(written: str) -> None:
     assert _made(log_level=written).log_level == written.upper()
 
 
+@pytest.mark.parametrize("written", ["text", "json", "JSON"])
+def test_formats_of_the_log(written: str) -> None:
+    assert _made().log_format == "text"
+    assert _made(log_format=written).log_format == written.lower()
+
+
 @pytest.mark.parametrize("name", ["qwen2-0.5b", "A", "a.b_c-d", "x" * 128])
 def test_names(name: str) -> None:
     assert _made(name=name).name == name
@@ -291,6 +297,7 @@ def _run(flags: list[str]) -> subprocess.CompletedProcess[str]:
         (["--listen", "127.0.0.1"], "weightsync-server: listen: '127.0.0.1' names no port; "),
         (["--name", "a/b"], "weightsync-server: name: name must match"),
         (["--log-level", "nope"], "log_level: must be DEBUG, INFO, WARNING, ERROR or CRITICAL"),
+        (["--log-format", "xml"], "log_format: must be text or json, not 'xml'"),
         (["--slots", "many"], "slots: "),
         (["--nonsense", "1"], "nonsense"),
     ],

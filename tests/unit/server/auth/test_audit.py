@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import JsonLines
 from weightsync.v1 import attach_pb2, train_pb2
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth import RULES, Caller, Role
-from weightsync_server.auth.audit import Audit
+from weightsync_server.auth.audit import Audit, noting
 from weightsync_server.auth.caller import RejectedCall
 from weightsync_server.auth.principals import Principal
 from weightsync_server.ops.metrics import Metrics
@@ -172,3 +173,43 @@ def test_strangers_leave_one_line_a_minute(
     counted = metrics.registry.get_sample_value
     labels = {"model": "default", "reason": "unauthenticated"}
     assert counted("weightsync_refused_calls_total", labels) == 504
+
+
+async def test_as_json_a_line_names_apply_engines_and_why(
+    metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "weightsync.audit")
+    path = "/weightsync.v1.WeightSync/ApplyVersion"
+    done = pb.ApplyVersionResponse(report=pb.ApplyReport(version=7, apply_id="a1"))
+    for name in ("x", "y"):
+        done.engines.add(engine=name, report=done.report)
+    done.engines.add(engine="z", absent="it is away")
+    failed = WeightSyncError(Reason.APPLY_RESTORED, "no", metadata={"apply_id": "a2"})
+    answers: list[Any] = [done, failed]
+
+    async def apply(_: Caller, request: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, WeightSyncError):
+            raise answer
+        return answer
+
+    audit = Audit("default", metrics)
+    call = audit.witnessed({path: apply})[path]
+    caller = _caller(Role.APPLY, path)
+    with noting(audit, caller):
+        await call(caller, pb.ApplyVersionRequest())
+    caller = _caller(Role.APPLY, path)
+    with pytest.raises(WeightSyncError), noting(audit, caller):
+        await call(caller, pb.ApplyVersionRequest(version=8))
+    audit.refuse(WeightSyncError(Reason.PERMISSION_DENIED, "no"), RejectedCall("t", "Rollback"), 2)
+    ok, restored, refused = (json.loads(JsonLines("m").format(line)) for line in caplog.records)
+    assert (ok["event"], ok["version"], ok["apply_id"]) == ("audit.call", 7, "a1")
+    assert ok["engine"] == "x, y"
+    assert ok["message"] == "x called ApplyVersion: OK"
+    assert (restored["apply_id"], restored["reason"]) == ("a2", "APPLY_RESTORED")
+    assert restored["outcome"] == "ABORTED"
+    assert (refused["event"], refused["level"]) == ("audit.refused", "WARNING")
+    assert (refused["reason"], refused["times"]) == ("PERMISSION_DENIED", 2)
+    # Fields that a text line has with no value are left out.
+    assert "push_id" not in ok
+    assert json.loads(caplog.records[0].getMessage())["push_id"] == ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from tests.unit.server.engine.plant import (
 from tests.unit.server.world import MODEL, World, make_shard, world
 from weightsync.engine import FENCES_ON_EXPIRY, EngineState
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import JsonLines
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
     Applier,
@@ -157,6 +160,28 @@ async def test_together(tmp_path: Path, engines: dict[str, Engine]) -> None:
         back = await it.rollback()
         assert it.serves() == dict.fromkeys(NAMES, 1)
         assert back.rejected_version == 2
+
+
+@pytest.mark.parametrize("order", [pb.ENGINE_ORDER_TOGETHER, pb.ENGINE_ORDER_ROLLING])
+async def test_engines_share_one_line_of_the_log(
+    tmp_path: Path,
+    engines: dict[str, Engine],
+    caplog: pytest.LogCaptureFixture,
+    order: pb.EngineOrder.ValueType,
+) -> None:
+    async with serving(tmp_path, engines, 2) as it:
+        caplog.set_level(logging.INFO)
+        caplog.clear()
+        report = (await it.apply(2, order=order)).report
+        (record,) = [one for one in caplog.records if one.levelno >= logging.INFO]
+        paused_ms = report.phases.paused_total.ToNanoseconds() / 1e6
+        assert record.message == (
+            f"engines {', '.join(NAMES)}: version 2 is live, 1 before; {report.written_bytes} "
+            f"bytes written, paused for {paused_ms:.1f} ms"
+        )
+        line = json.loads(JsonLines(MODEL).format(record))
+        assert (line["event"], line["engine"]) == ("apply.done", ", ".join(NAMES))
+        assert line["apply_id"] == report.apply_id
 
 
 async def test_none_serves_the_version_while_another_serves_the_one_before(

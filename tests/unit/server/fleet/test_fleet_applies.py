@@ -48,6 +48,7 @@ async def test_an_apply_is_live_on_every_member(
     progress = [message for message in caplog.messages if "of the fleet:" in message]
     assert progress[-1].endswith(" 3 done")
     assert len(set(progress)) == len(progress), "each step is logged once"
+    assert len(progress) <= 6, "at INFO, of three applies: a decision and an end"
     for host in fleet.hosts.values():
         paused = [what for what, _ in host.log].count("pause")
         assert paused == (3 if kind is ApplyOrder.BARRIER else 0)

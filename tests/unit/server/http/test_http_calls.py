@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.secured import authority_text
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import JsonLines
 from weightsync.v1 import train_pb2
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth import PUSH_WEIGHTS, Caller, Endpoint
@@ -133,6 +134,21 @@ async def test_what_is_called_over_http_counts_as_if_it_came_by_grpc(
     ]
     assert [line["outcome"] for line in lines] == ["OK", "NOT_FOUND", "UNAVAILABLE"]
     assert [(line["who"], line["version"]) for line in lines] == [("apply", 7), *[("apply", 0)] * 2]
+
+
+async def test_the_trace_of_a_sender_is_in_the_log(
+    door: Door, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "weightsync.audit")
+    monkeypatch.setattr(caplog.handler, "formatter", JsonLines("m"))
+    trace, plain = "0af7651916cd43dd8448eb211c80319c", door.sender("apply")
+    headers = (*plain.headers, ("traceparent", f"00-{trace}-b7ad6b7169203331-01"))
+    traced = HttpRequest("POST", "/x", headers=headers, peer=plain.peer)
+    for sender in (traced, plain):
+        await door.calls.call(APPLY_VERSION, pb.ApplyVersionRequest(), sender)
+    first, second = map(json.loads, caplog.text.splitlines())
+    assert first["trace_id"] == trace
+    assert "trace_id" not in second, "it is of one call alone"
 
 
 class _Sender:
