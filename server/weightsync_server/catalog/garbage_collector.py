@@ -171,7 +171,7 @@ class GarbageCollector:
             logger.warning("version %d stays for now: %s", version, error.message)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        # It is about no call: what the log says of that is left behind.
+        # In a context of its own: its lines in the log are about no call.
         task = asyncio.create_task(work, context=Context())
         self._background.add(task)
         self._disk.frees(task)

@@ -98,7 +98,7 @@ class Compactor:
             # Leased at once: nobody writes over the bytes that are being kept.
             slot = slot_of(newest)
             slot.leases += 1
-            # Whatever call it was that made the chain too long.
+            # Not about the call that made the chain too long.
             with about(version=newest.version, push_id=None, apply_id=None, trace_id=None):
                 self._task = asyncio.create_task(self._fold(newest), name="fold")
                 self._task.add_done_callback(partial(self._ended, newest, slot))

@@ -132,9 +132,9 @@ class Applier:
         # Nothing is awaited from here until the supervisor is asked: what it finds of a call that
         # was lost is in the journal before it lets the next one in.
         earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
-        return earlier if earlier is not None else await self._count(start())
+        return earlier if earlier is not None else await self._count(request, start())
 
-    async def _count(self, work: Coroutine[None, None, Reply]) -> Reply:
+    async def _count(self, request: Request, work: Coroutine[None, None, Reply]) -> Reply:
         try:
             reply = await work
         except WeightSyncError as error:
@@ -143,7 +143,8 @@ class Applier:
             outcome = _FAILURES.get(error.reason, "refused") if begun else "refused"
             self._context.metrics.count_apply(outcome)
             level, extra = _FAILED_LINES[outcome]
-            logger.log(level, "apply %s: %s", outcome, error.message, extra=extra)
+            what = "rollback" if isinstance(request, pb.RollbackRequest) else "apply"
+            logger.log(level, "%s %s: %s", what, outcome, error.message, extra=extra)
             raise
         self._context.metrics.count_apply(_OUTCOMES[reply.report.outcome])
         return reply

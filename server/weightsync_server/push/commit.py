@@ -175,7 +175,7 @@ def _tell_runs(record: VersionRecord, runs: ClientRuns) -> None:
             extra=event("push.runs_alternate"),
         )
     else:
-        # No more than that: the trainer says it as well, and four lines are enough for a push.
+        # The client logs it too, and a push writes four lines at INFO at most.
         logger.debug(
             "version %d is the first of run %s; version %d came from run %s",
             record.version,

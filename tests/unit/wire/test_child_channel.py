@@ -1,4 +1,4 @@
-"""A child of the server: it greets, is told what to begin with, and logs as its server does."""
+"""A child of the server: it greets, gets its settings, and logs as its server does."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from typing import Any
+from typing import Any, TypeVar
 
 from weightsync.backoff import backoff_s
 from weightsync.errors import Reason, WeightSyncError
@@ -20,6 +20,8 @@ from weightsync_server.workers.runtime.child_process import (
 )
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: Starts in a row that may fail before it is told that there is no hope; tries go on.
 _MAX_FAILED_STARTS = 3
@@ -98,7 +100,7 @@ class ProcessPool:
         if not self._count:
             return
         executor = self._make_threads()
-        starting = [asyncio.create_task(self._begin(place)) for place in range(self._count)]
+        starting = [_task(self._begin(place)) for place in range(self._count)]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -136,11 +138,7 @@ class ProcessPool:
 
     def _fill(self, place: int, first: ChildProcess | None) -> None:
         keeping = self._keep(first, place)
-        # It outlives the call that may have begun this: what the log says of that is left behind.
-        place_task = asyncio.create_task(
-            keeping, name=f"{self._program.name}-place", context=Context()
-        )
-        self._places.append(place_task)
+        self._places.append(_task(keeping, name=f"{self._program.name}-place"))
 
     @property
     def _running(self) -> bool:
@@ -229,3 +227,8 @@ class ProcessPool:
     async def _wait(self, failures: int) -> None:
         if failures > 0:
             await asyncio.sleep(backoff_s(failures, 0.2, self._most_backoff_s))
+
+
+def _task(work: Coroutine[Any, Any, _T], name: str = "") -> asyncio.Task[_T]:
+    """Return a task in a context of its own: its lines in the log are about no call."""
+    return asyncio.create_task(work, name=name or None, context=Context())

@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.processes import descriptors, names, open_files, state
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import JsonLines, about
 from weightsync.wire import child_channel
 from weightsync_server.workers.fetch import fetch_pool as pools
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
@@ -72,6 +73,17 @@ async def test_a_task_of_a_killed_fetcher_is_tried_again(
     await _until(lambda: pool.alive == count)
     assert len(restarts) == count
     assert not set(before) & set(pool.pids)
+
+
+async def test_what_is_logged_of_a_fetcher_is_not_about_the_call_that_started_it(
+    pool_of: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caplog.handler, "formatter", JsonLines("m"))
+    with about(version=5):
+        pool = await pool_of(1)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await _until(lambda: "is gone" in caplog.text)
+    assert '"version"' not in caplog.text
 
 
 async def test_a_fetcher_that_is_gone_before_it_is_asked_costs_no_attempt(
