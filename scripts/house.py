@@ -51,7 +51,9 @@ CODECS = frozenset({"same_host"})
 #: Public in two places on purpose.
 DOUBLE_CLASSES = frozenset({"EngineState"})
 #: Results and bundles, which have as many fields as there is to tell.
-WIDE_CLASSES = frozenset({"Version", "PushOptions", "PushResult", "CommitRecord", "Model"})
+WIDE_CLASSES = frozenset(
+    {"ApplyRecord", "Version", "PushOptions", "PushResult", "CommitRecord", "Model", "ModelStatus"}
+)
 #: A smaller module that only its own room imports belongs into the module that imports it.
 LEAST_LINES = 60
 #: Where a wait that grows is reckoned.

@@ -52,9 +52,12 @@ from weightsync_client.train_calls import (
 )
 from weightsync_client.trainer_base import Progress, Trainer
 from weightsync_client.types import (
+    ApplyKind,
     ApplyOutcome,
     ApplyPlan,
+    ApplyRecord,
     ApplyReport,
+    ApplyResult,
     ApplyStrategy,
     CacheMode,
     DiskStatus,
@@ -86,6 +89,7 @@ from weightsync_client.types import (
     RollbackReport,
     Serving,
     SlotStatus,
+    SlowestRank,
     Status,
     TensorInfo,
     Transform,
@@ -97,10 +101,13 @@ from weightsync_client.types import (
 __all__ = [
     "AbortedError",
     "Access",
+    "ApplyKind",
     "ApplyOptions",
     "ApplyOutcome",
     "ApplyPlan",
+    "ApplyRecord",
     "ApplyReport",
+    "ApplyResult",
     "ApplyStrategy",
     "AsyncClient",
     "AsyncPushHandle",
@@ -159,6 +166,7 @@ __all__ = [
     "Serving",
     "ShardedTensor",
     "SlotStatus",
+    "SlowestRank",
     "Status",
     "Streamed",
     "TensorInfo",

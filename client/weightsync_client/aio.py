@@ -272,6 +272,18 @@ class AsyncClient:
             calls.verify_version(await self.model(), version, self._link.timeouts, engine)
         )
 
+    async def applies(self, last: int = 20, *, version: int = 0) -> list[types.ApplyRecord]:
+        """List the last applies, newest first; as `Client.applies`."""
+        applies: list[types.ApplyRecord] = []
+        token, more = "", True
+        while more:
+            left, model = last - len(applies) if last else 0, await self.model()
+            call = calls.list_applies(model, left, version, token, self._link.timeouts)
+            page, token = await self._invoke(call)
+            applies += page
+            more = bool(token) and len(applies) != last
+        return applies
+
     # Versions.
 
     async def versions(self) -> list[types.Version]:

@@ -318,6 +318,23 @@ class Client:
         """
         return self._invoke(calls.verify_version(self.model, version, self._link.timeouts, engine))
 
+    def applies(self, last: int = 20, *, version: int = 0) -> list[types.ApplyRecord]:
+        """List the last applies of the server's engines, newest first, whoever asked for them.
+
+        Args:
+            last: At most this many; 0: all that the server remembers.
+            version: Only applies to this version or from it; 0: all.
+        """
+        applies: list[types.ApplyRecord] = []
+        token, more = "", True
+        while more:
+            left = last - len(applies) if last else 0
+            call = calls.list_applies(self.model, left, version, token, self._link.timeouts)
+            page, token = self._invoke(call)
+            applies += page
+            more = bool(token) and len(applies) != last
+        return applies
+
     # Versions.
 
     def versions(self) -> list[types.Version]:

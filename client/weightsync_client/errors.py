@@ -140,6 +140,7 @@ CALLS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "DeleteVersion": ("the deletion", "delete"),
         "PullWeights": ("the pull", "pull"),
         "VerifyVersion": ("the verification", "verify"),
+        "ListApplies": ("the query for the applies", "applies"),
         "GetStatus": ("the query for the status", "status"),
         "GetFleetStatus": ("the query for the state of the fleet", "fleet status"),
         "AbortFleetApply": ("the abort of the fleet's apply", "fleet abort"),

@@ -127,6 +127,7 @@ class EngineStatus:
         rollback_version: What a rollback of this engine would go to; 0: none.
         rollback_resident: That lies in memory, and where versions are loaded, loaded.
         apply_id: Apply in progress; empty: none.
+        last_seen: While it is away: when it last answered; None: not since the server started.
     """
 
     state: EngineState
@@ -143,6 +144,7 @@ class EngineStatus:
     rollback_version: int = 0
     rollback_resident: bool = False
     apply_id: str = ""
+    last_seen: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +379,102 @@ class RollbackReport:
     rejected_version: int
 
 
+class ApplyKind(enum.StrEnum):
+    """What was to happen, in the record of an apply."""
+
+    UNSPECIFIED = enum.auto()
+    APPLY = enum.auto()
+    ROLLBACK = enum.auto()
+    #: A trainer's transaction.
+    IN_PLACE = enum.auto()
+    #: The server found or placed a version by itself.
+    RECOVERY = enum.auto()
+    #: A host's part in an apply of its fleet.
+    MEMBER = enum.auto()
+    FLEET_APPLY = enum.auto()
+    FLEET_ROLLBACK = enum.auto()
+
+
+class ApplyResult(enum.StrEnum):
+    """How an apply ended, in its record."""
+
+    UNSPECIFIED = enum.auto()
+    APPLIED = enum.auto()
+    ALREADY_LIVE = enum.auto()
+    PLANNED = enum.auto()
+    #: Nothing was paused or written.
+    REFUSED = enum.auto()
+    #: It failed, and the engines serve what they served before.
+    RESTORED = enum.auto()
+    #: It failed, and an engine is fenced.
+    FENCED = enum.auto()
+    #: It had begun, and the ranks were asked afterwards what they hold.
+    INTERRUPTED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SlowestRank:
+    """The rank that took longest to write and prove a version."""
+
+    engine: str
+    rank: str
+    commit_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyRecord:
+    """One apply that has ended, as the server remembers it.
+
+    Attributes:
+        number: Rises with each record, also over restarts of the server.
+        time: When it began.
+        took_s: Seconds until it ended, with the wait for the engines.
+        requested_by: The principal, or the host or socket of a caller without one; "server" or
+            "fleet NAME" if none called.
+        cause: The reason given for a rollback, or why the server acted by itself.
+        version: The version to become live; 0: none was chosen.
+        content_digest: Its digest; empty if it did not become live.
+        previous_version: The version that was live before; 0: none, or several.
+        reason: Why it was refused or failed; empty otherwise.
+        error_reason: The stable reason of that error; empty otherwise.
+        order: Of several engines.
+        engine: The engine that was named; empty: all of the host.
+        fleet_apply: Number of the apply in the fleet; 0: none, or not known.
+        apply_id: The attempt, as in logs; empty: nothing was begun.
+        phases: How long each phase took; None: it was not carried out, or it failed.
+        written_bytes: Summed over ranks and engines.
+        pause: How generation was paused; None: as `phases`.
+        slowest: The slowest rank; None: as `phases`.
+        engines: Each engine that took part, or why it did not.
+        times: How often in a row the caller was answered the same, without any change.
+    """
+
+    number: int
+    time: datetime | None
+    took_s: float
+    kind: ApplyKind
+    requested_by: str
+    cause: str
+    version: int
+    content_digest: str
+    previous_version: int
+    result: ApplyResult
+    reason: str
+    error_reason: str
+    order: EngineOrder
+    engine: str
+    fleet_apply: int
+    apply_id: str
+    phases: Phases | None
+    written_bytes: int
+    strategy: ApplyStrategy
+    pause: PauseUsed | None
+    slowest: SlowestRank | None
+    engines: tuple[EngineReport, ...]
+    times: int
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """One version of a model.
@@ -513,7 +611,10 @@ class ModelStatus:
 
     `engine` is the only engine, or the first by name that does not serve, else the first;
     `engines` has all that the host has, and is empty for an earlier server. `client_runs` are who
-    pushed the versions, newest first.
+    pushed the versions, newest first. `live_age_s` and `newest_age_s` are seconds since the commit
+    of a version, None where there is none. `newest_not_live` says why the newest version is not
+    live and what to do; empty: it is. `last_apply` is the last one that changed something or
+    failed, without its engines.
     """
 
     model: str
@@ -529,6 +630,10 @@ class ModelStatus:
     apply_id: str
     engines: tuple[EngineStatus, ...] = ()
     client_runs: tuple[ClientRun, ...] = ()
+    live_age_s: float | None = None
+    newest_age_s: float | None = None
+    newest_not_live: str = ""
+    last_apply: ApplyRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,6 +671,7 @@ class Status:
     invariant_violations: dict[str, int] = field(default_factory=dict)
     ingest_processes: int = 0
     disks: tuple[DiskStatus, ...] = ()
+    uptime_s: float = 0.0
 
 
 class FleetOrder(enum.StrEnum):

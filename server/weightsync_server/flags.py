@@ -40,7 +40,7 @@ _GROUPS = {
     "Versions on disk": """
         state_dir disk_floor_bytes retain_versions retain_bytes delta_chain_length
         delta_chain_share scrub_bytes_per_s""",
-    "Applies": "prepare_timeout_s commit_timeout_s pause_lease_s in_place_pause_s",
+    "Applies": "prepare_timeout_s commit_timeout_s pause_lease_s in_place_pause_s apply_history",
     "Fleets": """
         fleet fleet_register fleet_member fleet_ca fleet_cert fleet_key undecided_limit_s
         member_ttl_s max_skew max_age_s max_unavailable""",

@@ -29,6 +29,7 @@ from weightsync_server.auth.listeners import Listeners
 from weightsync_server.catalog.scrubber import Scrubber
 from weightsync_server.catalog.version_events import ChainFolded
 from weightsync_server.engine import Applier, EngineContext, JournalFile
+from weightsync_server.engine.apply_history import ApplyHistory
 from weightsync_server.engine.journal import live_in_store
 from weightsync_server.engine.served_engines import Engines, MakeWatcher
 from weightsync_server.fleet_host.fleet_service import FleetNeeds, FleetService
@@ -36,6 +37,7 @@ from weightsync_server.http.extension_points import ExtraService, MakeHttpVerbs
 from weightsync_server.http.http_app import HttpApi
 from weightsync_server.http.http_calls import HttpCalls
 from weightsync_server.http.http_server import MetricsEndpoint
+from weightsync_server.http.read_verbs import ReadVerbs
 from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.invariants import InvariantMonitor, count_lost
 from weightsync_server.model import Model, open_model
@@ -59,7 +61,7 @@ from weightsync_server.rpc import (
 )
 from weightsync_server.rpc.status_interceptor import GuardInterceptor
 from weightsync_server.settings import STORE, Settings
-from weightsync_server.status import StatusSource
+from weightsync_server.status import AppliesStatus, StatusSource
 from weightsync_server.store import open_store, server_identity
 from weightsync_server.store.protocol import Store
 from weightsync_server.usecases.core import EngineBundle, ServerCore, VersionBundle
@@ -237,7 +239,11 @@ async def open_engines(
     settings, segments, metrics = ground.settings, ground.segments, ground.metrics
     paths, model = settings.paths, versions.model
     fleet_name = settings.fleet.fleet
-    context = EngineContext(model, segments, metrics, settings.apply, fleet_name)
+    history = ApplyHistory(settings.apply.history)
+    await history.open(paths.state_dir / "applies.jsonl")
+    # After the engines, which may end an apply until then.
+    stack.push_async_callback(history.close)
+    context = EngineContext(model, segments, metrics, settings.apply, fleet_name, history=history)
     engines = Engines(
         settings.engines,
         context,
@@ -263,7 +269,7 @@ async def open_engines(
                 context,
                 lambda: ground.replica.follower,
             )
-    return EngineBundle(engines, applier, attachments, transactions, context.nodes, fleet)
+    return EngineBundle(engines, applier, attachments, transactions, context.nodes, history, fleet)
 
 
 def open_core(
@@ -275,7 +281,8 @@ def open_core(
     """Have status, metrics and invariants read from all parts; return those that are asked."""
     model, pushes, metrics = versions.model, versions.pushes, ground.metrics
     known, pools = engines.served.set, (ground.fetchers, ground.ingesters)
-    status = StatusSource(model, pushes, known, *pools, metrics, versions.disks)
+    applies = AppliesStatus(model, engines.history, ground.settings.fleet.fleet)
+    status = StatusSource(model, pushes, known, *pools, metrics, versions.disks, applies)
     status.track()
     census = InvariantMonitor(model, metrics, [metrics.bounds.overdue, pushes.overdue])
     census.start()
@@ -382,7 +389,8 @@ def _serve_verbs(
     admission = listeners.admission(Endpoint(settings.http), audit)
     calls = HttpCalls(guarded, admission, settings.fleet.fleet)
     fault = partial(ground.metrics.violate, "only_data")
-    others = [each.verbs(calls, settings.name) for each in services]
+    others = [ReadVerbs(calls, settings.name).verbs]
+    others += [each.verbs(calls, settings.name) for each in services]
     sources = [make(calls, settings.name, settings.import_folders) for make in verbs()]
     tls = listeners.tls_context()
     with _refusing_address(settings.http, "--http"):

@@ -8,12 +8,78 @@ from functools import partial
 
 from weightsync import __version__, clock
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import EngineSet
+from weightsync_server.engine.apply_history import ApplyHistory
 from weightsync_server.model import Model
 from weightsync_server.ops.disk_watch import DiskReading, DiskWatch
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.push import PushService
 from weightsync_server.workers.runtime.process_pool import ProcessPool
+
+#: What changes nothing, and is not shown as the last apply.
+_NO_CHANGE = (pb.APPLY_RESULT_ALREADY_LIVE, pb.APPLY_RESULT_PLANNED)
+_SERVING = (pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING)
+
+
+@dataclass(frozen=True)
+class AppliesStatus:
+    """Tells what became of the last applies; `fleet` decides what is live, "": this host does."""
+
+    model: Model
+    history: ApplyHistory
+    fleet: str = ""
+
+    def fill(self, status: pb.ModelStatus) -> None:
+        """Add ages, the last apply, and why the newest version is not live."""
+        table, now = self.model.table, clock.wall_ns()
+        newest, live = table.find(status.newest_version), table.find(status.live_version)
+        for record, age in ((live, status.live_age), (newest, status.newest_age)):
+            if record is not None and record.commit is not None:
+                age.FromNanoseconds(max(0, now - record.commit.commit_time_ns))
+        last = next((r for r in self.history.newest_first() if r.result not in _NO_CHANGE), None)
+        if last is not None:
+            status.last_apply.CopyFrom(last)
+            del status.last_apply.engines[:]
+        if newest is not None:
+            status.newest_not_live = self._why_not_live(newest, status)
+
+    def _why_not_live(self, newest: VersionRecord, status: pb.ModelStatus) -> str:
+        number, engines = newest.version, status.engines
+        if status.live_version == number:
+            return ""
+        if status.apply_id:
+            return f"apply {status.apply_id} is in progress"
+        if reason := newest.rejected_reason:
+            return (
+                f"apply it with clear_rejected to serve it all the same: it is rejected ({reason})"
+            )
+        if reason := newest.refused_reason:
+            return f"push weights that the model takes: {reason}"
+        if newest.damaged:
+            return f"push it again: it is damaged in the store ({newest.damaged})"
+        if not engines:
+            return "start an engine: this server has none"
+        for one in engines:
+            if one.state not in _SERVING:
+                state = pb.EngineState.Name(one.state).removeprefix("ENGINE_STATE_").lower()
+                return f"engine {one.name} is {state}: {one.reason}"
+        if failure := self._failure(number):
+            return failure
+        if serving := [one.name for one in engines if one.live_version == number]:
+            return f"apply it to all engines: only {', '.join(serving)} of this host serves it"
+        command = "fleet apply" if self.fleet else "apply"
+        return f"run `weightsync {command} {number}`: no apply of it has been asked for"
+
+    def _failure(self, version: int) -> str:
+        """Return why the last apply of a version has failed; "": it has not, or there was none."""
+        applies = (r for r in self.history.newest_first() if r.result not in _NO_CHANGE)
+        last = next((record for record in applies if record.version == version), None)
+        if last is None or last.result == pb.APPLY_RESULT_APPLIED:
+            return ""
+        result = pb.ApplyResult.Name(last.result).removeprefix("APPLY_RESULT_").lower()
+        when = last.time.ToDatetime()
+        return f"its last apply, at {when:%Y-%m-%d %H:%M:%S} UTC, was {result}: {last.reason}"
 
 
 @dataclass
@@ -27,7 +93,9 @@ class StatusSource:
     ingesters: ProcessPool
     metrics: Metrics
     disks: DiskWatch
+    applies: AppliesStatus
     started_ns: int = field(default_factory=clock.wall_ns)
+    started: float = field(default_factory=clock.boottime)
 
     def track(self) -> None:
         """Have every gauge read at each scrape."""
@@ -74,6 +142,7 @@ class StatusSource:
             ],
         )
         answer.start_time.FromNanoseconds(self.started_ns)
+        answer.uptime.FromNanoseconds(int(1e9 * (clock.boottime() - self.started)))
         return answer
 
     def _model_status(self) -> pb.ModelStatus:
@@ -81,9 +150,8 @@ class StatusSource:
         live, back = serving.live, serving.rollback_to
         committed = (r.version for r in table.list() if r.durability == pb.DURABILITY_COMMITTED)
         engines = self.engines.status()
-        good = pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING
-        worst = next((one for one in engines if one.state not in good), None)
-        return pb.ModelStatus(
+        worst = next((one for one in engines if one.state not in _SERVING), None)
+        status = pb.ModelStatus(
             model=table.name,
             live_version=live,
             live_content_digest=table.get(live).content_digest if live else "",
@@ -98,6 +166,8 @@ class StatusSource:
             apply_id=next((one.apply_id for one in engines if one.apply_id), ""),
             client_runs=self.model.runs.status(),
         )
+        self.applies.fill(status)
+        return status
 
 
 def _track_versions(metrics: Metrics, model: Model) -> None:

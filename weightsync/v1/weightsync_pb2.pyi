@@ -259,6 +259,102 @@ APPLY_OUTCOME_PLANNED: ApplyOutcome.ValueType  # 3
 """Dry run: nothing was done; the plan shows what an apply would do."""
 Global___ApplyOutcome: _TypeAlias = ApplyOutcome  # noqa: Y015
 
+class _ApplyKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ApplyKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ApplyKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    APPLY_KIND_UNSPECIFIED: _ApplyKind.ValueType  # 0
+    """Not known."""
+    APPLY_KIND_APPLY: _ApplyKind.ValueType  # 1
+    """ApplyVersion."""
+    APPLY_KIND_ROLLBACK: _ApplyKind.ValueType  # 2
+    """Rollback."""
+    APPLY_KIND_IN_PLACE: _ApplyKind.ValueType  # 3
+    """A trainer's transaction, which writes an engine's memory."""
+    APPLY_KIND_RECOVERY: _ApplyKind.ValueType  # 4
+    """The server found or placed a version by itself: after its own start or an engine's, or to end a
+    fence. Recorded only when it wrote an engine or when the live version is another than before.
+    """
+    APPLY_KIND_MEMBER: _ApplyKind.ValueType  # 5
+    """This host's part in an apply of its fleet."""
+    APPLY_KIND_FLEET_APPLY: _ApplyKind.ValueType  # 6
+    """ApplyVersion for the whole fleet, at the server that was called."""
+    APPLY_KIND_FLEET_ROLLBACK: _ApplyKind.ValueType  # 7
+    """Rollback of the whole fleet, at the server that was called."""
+
+class ApplyKind(_ApplyKind, metaclass=_ApplyKindEnumTypeWrapper):
+    """What was to happen to the engines, in the record of an apply."""
+
+APPLY_KIND_UNSPECIFIED: ApplyKind.ValueType  # 0
+"""Not known."""
+APPLY_KIND_APPLY: ApplyKind.ValueType  # 1
+"""ApplyVersion."""
+APPLY_KIND_ROLLBACK: ApplyKind.ValueType  # 2
+"""Rollback."""
+APPLY_KIND_IN_PLACE: ApplyKind.ValueType  # 3
+"""A trainer's transaction, which writes an engine's memory."""
+APPLY_KIND_RECOVERY: ApplyKind.ValueType  # 4
+"""The server found or placed a version by itself: after its own start or an engine's, or to end a
+fence. Recorded only when it wrote an engine or when the live version is another than before.
+"""
+APPLY_KIND_MEMBER: ApplyKind.ValueType  # 5
+"""This host's part in an apply of its fleet."""
+APPLY_KIND_FLEET_APPLY: ApplyKind.ValueType  # 6
+"""ApplyVersion for the whole fleet, at the server that was called."""
+APPLY_KIND_FLEET_ROLLBACK: ApplyKind.ValueType  # 7
+"""Rollback of the whole fleet, at the server that was called."""
+Global___ApplyKind: _TypeAlias = ApplyKind  # noqa: Y015
+
+class _ApplyResult:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ApplyResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ApplyResult.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    APPLY_RESULT_UNSPECIFIED: _ApplyResult.ValueType  # 0
+    """Not known."""
+    APPLY_RESULT_APPLIED: _ApplyResult.ValueType  # 1
+    """The version is live and verified on every rank."""
+    APPLY_RESULT_ALREADY_LIVE: _ApplyResult.ValueType  # 2
+    """The version was already live; nothing was done."""
+    APPLY_RESULT_PLANNED: _ApplyResult.ValueType  # 3
+    """A dry run; nothing was done."""
+    APPLY_RESULT_REFUSED: _ApplyResult.ValueType  # 4
+    """Refused before anything was paused or written."""
+    APPLY_RESULT_RESTORED: _ApplyResult.ValueType  # 5
+    """It failed, and the engines serve what they served before, verified on every rank."""
+    APPLY_RESULT_FENCED: _ApplyResult.ValueType  # 6
+    """It failed, and an engine is fenced."""
+    APPLY_RESULT_INTERRUPTED: _ApplyResult.ValueType  # 7
+    """It was interrupted after it had begun. The ranks are asked what they hold; if that is another
+    version than before, the next record is of the kind RECOVERY.
+    """
+
+class ApplyResult(_ApplyResult, metaclass=_ApplyResultEnumTypeWrapper):
+    """How an apply ended, in its record."""
+
+APPLY_RESULT_UNSPECIFIED: ApplyResult.ValueType  # 0
+"""Not known."""
+APPLY_RESULT_APPLIED: ApplyResult.ValueType  # 1
+"""The version is live and verified on every rank."""
+APPLY_RESULT_ALREADY_LIVE: ApplyResult.ValueType  # 2
+"""The version was already live; nothing was done."""
+APPLY_RESULT_PLANNED: ApplyResult.ValueType  # 3
+"""A dry run; nothing was done."""
+APPLY_RESULT_REFUSED: ApplyResult.ValueType  # 4
+"""Refused before anything was paused or written."""
+APPLY_RESULT_RESTORED: ApplyResult.ValueType  # 5
+"""It failed, and the engines serve what they served before, verified on every rank."""
+APPLY_RESULT_FENCED: ApplyResult.ValueType  # 6
+"""It failed, and an engine is fenced."""
+APPLY_RESULT_INTERRUPTED: ApplyResult.ValueType  # 7
+"""It was interrupted after it had begun. The ranks are asked what they hold; if that is another
+version than before, the next record is of the kind RECOVERY.
+"""
+Global___ApplyResult: _TypeAlias = ApplyResult  # noqa: Y015
+
 class _LiveCheck:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -2200,6 +2296,234 @@ class RollbackResponse(_message.Message):
 Global___RollbackResponse: _TypeAlias = RollbackResponse  # noqa: Y015
 
 @_typing.final
+class SlowestRank(_message.Message):
+    """The rank that took longest to write and prove a version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Name of its engine."""
+    rank: _builtins.str
+    """Data, pipeline and tensor parallel rank, as dp/pp/tp."""
+    @_builtins.property
+    def commit(self) -> _duration_pb2.Duration:
+        """Time to write."""
+
+    @_builtins.property
+    def verify(self) -> _duration_pb2.Duration:
+        """Time to prove."""
+
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        rank: _builtins.str = ...,
+        commit: _duration_pb2.Duration | None = ...,
+        verify: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "verify", b"verify"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "engine", b"engine", "rank", b"rank", "verify", b"verify"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlowestRank: _TypeAlias = SlowestRank  # noqa: Y015
+
+@_typing.final
+class ApplyRecord(_message.Message):
+    """One apply that has ended. Calls with a bad argument, or without authority, are not recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    TOOK_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    REQUESTED_BY_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    PREVIOUS_VERSION_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    FLEET_APPLY_FIELD_NUMBER: _builtins.int
+    APPLY_ID_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    SLOWEST_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Rises with each record, also over restarts of the server."""
+    kind: Global___ApplyKind.ValueType
+    """What was to happen."""
+    requested_by: _builtins.str
+    """Who asked: the principal, or the host or socket of a caller without one; "server"
+    if the server acted by itself, "fleet NAME" if its fleet decided.
+    """
+    cause: _builtins.str
+    """Why: the reason given for a rollback, or why the server acted by itself. Empty: not given."""
+    version: _builtins.int
+    """The version to become live; 0: refused before one was chosen, or before one was written."""
+    content_digest: _builtins.str
+    """Its content digest; empty if it did not become live."""
+    previous_version: _builtins.int
+    """The version that was live before; 0: none, or different ones on different engines."""
+    result: Global___ApplyResult.ValueType
+    """How it ended."""
+    reason: _builtins.str
+    """Why it was refused or failed; empty otherwise."""
+    error_reason: _builtins.str
+    """The stable reason of that error, such as VERSION_REJECTED; empty otherwise."""
+    order: Global___EngineOrder.ValueType
+    """The order in which several engines were to change version."""
+    engine: _builtins.str
+    """The engine that was named; empty: all engines of the host."""
+    fleet_apply: _builtins.int
+    """Number of the apply in the fleet; 0: the fleet had no part in it, or the number is not known."""
+    apply_id: _builtins.str
+    """Identifies the attempt, as in logs; empty: nothing was begun."""
+    written_bytes: _builtins.int
+    """Bytes written, summed over ranks and engines."""
+    strategy: Global___ApplyStrategy.ValueType
+    """How parameters were written."""
+    times: _builtins.int
+    """How often in a row the same caller was answered the same, without any change; `time` and `took`
+    are then those of the last.
+    """
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When it began, wall clock of the server."""
+
+    @_builtins.property
+    def took(self) -> _duration_pb2.Duration:
+        """From its beginning until it ended, with the wait for the engines."""
+
+    @_builtins.property
+    def phases(self) -> Global___PhaseDurations:
+        """How long each phase took, the slowest engine; unset: it was not carried out, or it failed."""
+
+    @_builtins.property
+    def pause(self) -> Global___PauseOptions:
+        """How generation was paused, with defaults filled in; unset: as `phases`."""
+
+    @_builtins.property
+    def slowest(self) -> Global___SlowestRank:
+        """The slowest rank; unset: as `phases`."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineReport]:
+        """Each engine that took part, or why it did not. Of an apply with so many ranks that the record
+        would be over 16 KiB the ranks are left out.
+        """
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        took: _duration_pb2.Duration | None = ...,
+        kind: Global___ApplyKind.ValueType = ...,
+        requested_by: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        version: _builtins.int = ...,
+        content_digest: _builtins.str = ...,
+        previous_version: _builtins.int = ...,
+        result: Global___ApplyResult.ValueType = ...,
+        reason: _builtins.str = ...,
+        error_reason: _builtins.str = ...,
+        order: Global___EngineOrder.ValueType = ...,
+        engine: _builtins.str = ...,
+        fleet_apply: _builtins.int = ...,
+        apply_id: _builtins.str = ...,
+        phases: Global___PhaseDurations | None = ...,
+        written_bytes: _builtins.int = ...,
+        strategy: Global___ApplyStrategy.ValueType = ...,
+        pause: Global___PauseOptions | None = ...,
+        slowest: Global___SlowestRank | None = ...,
+        engines: _abc.Iterable[Global___EngineReport] | None = ...,
+        times: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "phases", b"phases", "slowest", b"slowest", "time", b"time", "took", b"took"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "cause", b"cause", "content_digest", b"content_digest", "engine", b"engine", "engines", b"engines", "error_reason", b"error_reason", "fleet_apply", b"fleet_apply", "kind", b"kind", "number", b"number", "order", b"order", "pause", b"pause", "phases", b"phases", "previous_version", b"previous_version", "reason", b"reason", "requested_by", b"requested_by", "result", b"result", "slowest", b"slowest", "strategy", b"strategy", "time", b"time", "times", b"times", "took", b"took", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRecord: _TypeAlias = ApplyRecord  # noqa: Y015
+
+@_typing.final
+class ListAppliesRequest(_message.Message):
+    """Asks for the last applies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name; empty: any."""
+    page_size: _builtins.int
+    """At most this many; 0 or more than 1000: 1000. A page is also ended after 1 MiB."""
+    page_token: _builtins.str
+    """From the previous page."""
+    version: _builtins.int
+    """Only applies to this version or from it; 0: all."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "page_size", b"page_size", "page_token", b"page_token", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAppliesRequest: _TypeAlias = ListAppliesRequest  # noqa: Y015
+
+@_typing.final
+class ListAppliesResponse(_message.Message):
+    """A page of applies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLIES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty when this was the last page."""
+    @_builtins.property
+    def applies(self) -> _containers.RepeatedCompositeFieldContainer[Global___ApplyRecord]:
+        """Newest first."""
+
+    def __init__(
+        self,
+        *,
+        applies: _abc.Iterable[Global___ApplyRecord] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applies", b"applies", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAppliesResponse: _TypeAlias = ListAppliesResponse  # noqa: Y015
+
+@_typing.final
 class VersionInfo(_message.Message):
     """One version."""
 
@@ -3295,6 +3619,7 @@ class EngineStatus(_message.Message):
     ROLLBACK_VERSION_FIELD_NUMBER: _builtins.int
     ROLLBACK_RESIDENT_FIELD_NUMBER: _builtins.int
     APPLY_ID_FIELD_NUMBER: _builtins.int
+    LAST_SEEN_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """Its state."""
     reason: _builtins.str
@@ -3329,6 +3654,12 @@ class EngineStatus(_message.Message):
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Settings of this vLLM that make it less safe, such as its development endpoints."""
 
+    @_builtins.property
+    def last_seen(self) -> _timestamp_pb2.Timestamp:
+        """While it is away: when it last answered, wall clock of the server; unset: not since the server
+        started.
+        """
+
     def __init__(
         self,
         *,
@@ -3346,10 +3677,11 @@ class EngineStatus(_message.Message):
         rollback_version: _builtins.int = ...,
         rollback_resident: _builtins.bool = ...,
         apply_id: _builtins.str = ...,
+        last_seen: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "name", b"name", "ranks", b"ranks", "reason", b"reason", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "last_seen", b"last_seen", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "name", b"name", "ranks", b"ranks", "reason", b"reason", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3374,6 +3706,10 @@ class ModelStatus(_message.Message):
     APPLY_ID_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     CLIENT_RUNS_FIELD_NUMBER: _builtins.int
+    LIVE_AGE_FIELD_NUMBER: _builtins.int
+    NEWEST_AGE_FIELD_NUMBER: _builtins.int
+    NEWEST_NOT_LIVE_FIELD_NUMBER: _builtins.int
+    LAST_APPLY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     live_version: _builtins.int
@@ -3390,6 +3726,8 @@ class ModelStatus(_message.Message):
     """Epoch of the current writer; 0: none."""
     apply_id: _builtins.str
     """Apply in progress; empty: none."""
+    newest_not_live: _builtins.str
+    """Why the newest version is not live, with what to do; empty: it is live on every engine."""
     @_builtins.property
     def engine(self) -> Global___EngineStatus:
         """The engine; of several, the first by name that does not serve, else the first. `engines` lists
@@ -3412,6 +3750,18 @@ class ModelStatus(_message.Message):
     def client_runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientRun]:
         """The client runs that pushed the versions, newest version first. At most 8."""
 
+    @_builtins.property
+    def live_age(self) -> _duration_pb2.Duration:
+        """Time since the commit of the live version; unset: none is live, or it is not committed."""
+
+    @_builtins.property
+    def newest_age(self) -> _duration_pb2.Duration:
+        """Time since the commit of the newest version; unset: there is none."""
+
+    @_builtins.property
+    def last_apply(self) -> Global___ApplyRecord:
+        """The last apply that changed something or failed, without its ranks; unset: none is recorded."""
+
     def __init__(
         self,
         *,
@@ -3428,10 +3778,14 @@ class ModelStatus(_message.Message):
         apply_id: _builtins.str = ...,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
         client_runs: _abc.Iterable[Global___ClientRun] | None = ...,
+        live_age: _duration_pb2.Duration | None = ...,
+        newest_age: _duration_pb2.Duration | None = ...,
+        newest_not_live: _builtins.str = ...,
+        last_apply: Global___ApplyRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_apply", b"last_apply", "live_age", b"live_age", "newest_age", b"newest_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "client_runs", b"client_runs", "engine", b"engine", "engines", b"engines", "epoch", b"epoch", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "model", b"model", "newest_version", b"newest_version", "pushes", b"pushes", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "client_runs", b"client_runs", "engine", b"engine", "engines", b"engines", "epoch", b"epoch", "last_apply", b"last_apply", "live_age", b"live_age", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "model", b"model", "newest_age", b"newest_age", "newest_not_live", b"newest_not_live", "newest_version", b"newest_version", "pushes", b"pushes", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3508,6 +3862,7 @@ class GetStatusResponse(_message.Message):
     DURABLE_FIELD_NUMBER: _builtins.int
     INGEST_PROCESSES_FIELD_NUMBER: _builtins.int
     DISKS_FIELD_NUMBER: _builtins.int
+    UPTIME_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """Release of the server."""
     memory_reserved_bytes: _builtins.int
@@ -3538,6 +3893,10 @@ class GetStatusResponse(_message.Message):
     def disks(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiskStatus]:
         """Folders that the server or vLLM writes to, and the space on their disks."""
 
+    @_builtins.property
+    def uptime(self) -> _duration_pb2.Duration:
+        """Time since the server started, whatever its wall clock did meanwhile."""
+
     def __init__(
         self,
         *,
@@ -3552,10 +3911,11 @@ class GetStatusResponse(_message.Message):
         durable: _builtins.bool = ...,
         ingest_processes: _builtins.int = ...,
         disks: _abc.Iterable[Global___DiskStatus] | None = ...,
+        uptime: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disks", b"disks", "durable", b"durable", "fetchers", b"fetchers", "ingest_processes", b"ingest_processes", "invariant_violations", b"invariant_violations", "memory_limit_bytes", b"memory_limit_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "models", b"models", "server_version", b"server_version", "start_time", b"start_time", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disks", b"disks", "durable", b"durable", "fetchers", b"fetchers", "ingest_processes", b"ingest_processes", "invariant_violations", b"invariant_violations", "memory_limit_bytes", b"memory_limit_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "models", b"models", "server_version", b"server_version", "start_time", b"start_time", "store", b"store", "uptime", b"uptime"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,6 +110,11 @@ class WeightSyncStub:
                 request_serializer=weightsync_dot_v1_dot_weightsync__pb2.PullWeightsRequest.SerializeToString,
                 response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.PullWeightsResponse.FromString,
                 _registered_method=True)
+        self.ListApplies = channel.unary_unary(
+                '/weightsync.v1.WeightSync/ListApplies',
+                request_serializer=weightsync_dot_v1_dot_weightsync__pb2.ListAppliesRequest.SerializeToString,
+                response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.ListAppliesResponse.FromString,
+                _registered_method=True)
         self.VerifyVersion = channel.unary_unary(
                 '/weightsync.v1.WeightSync/VerifyVersion',
                 request_serializer=weightsync_dot_v1_dot_weightsync__pb2.VerifyVersionRequest.SerializeToString,
@@ -248,6 +253,13 @@ class WeightSyncServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListApplies(self, request, context):
+        """Lists the last applies of this host's engines, newest first, whoever asked for them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def VerifyVersion(self, request, context):
         """Proves what every rank serves: compares its live parameters with the version's digests.
         """
@@ -353,6 +365,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.PullWeights,
                     request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.PullWeightsRequest.FromString,
                     response_serializer=weightsync_dot_v1_dot_weightsync__pb2.PullWeightsResponse.SerializeToString,
+            ),
+            'ListApplies': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListApplies,
+                    request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.ListAppliesRequest.FromString,
+                    response_serializer=weightsync_dot_v1_dot_weightsync__pb2.ListAppliesResponse.SerializeToString,
             ),
             'VerifyVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.VerifyVersion,
@@ -781,6 +798,33 @@ class WeightSync:
             '/weightsync.v1.WeightSync/PullWeights',
             weightsync_dot_v1_dot_weightsync__pb2.PullWeightsRequest.SerializeToString,
             weightsync_dot_v1_dot_weightsync__pb2.PullWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListApplies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightsync.v1.WeightSync/ListApplies',
+            weightsync_dot_v1_dot_weightsync__pb2.ListAppliesRequest.SerializeToString,
+            weightsync_dot_v1_dot_weightsync__pb2.ListAppliesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -94,6 +94,8 @@ class WeightSyncStub:
     """Returns the bytes of a committed version as the safetensors shards that were pushed. A version
     that is not in memory needs a slot; RESOURCE_EXHAUSTED at once when none is free.
     """
+    ListApplies: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ListAppliesRequest, _weightsync_pb2.ListAppliesResponse]
+    """Lists the last applies of this host's engines, newest first, whoever asked for them."""
     VerifyVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]
@@ -151,6 +153,8 @@ class WeightSyncAsyncStub(WeightSyncStub):
     """Returns the bytes of a committed version as the safetensors shards that were pushed. A version
     that is not in memory needs a slot; RESOURCE_EXHAUSTED at once when none is free.
     """
+    ListApplies: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ListAppliesRequest, _weightsync_pb2.ListAppliesResponse]  # type: ignore[assignment]
+    """Lists the last applies of this host's engines, newest first, whoever asked for them."""
     VerifyVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]  # type: ignore[assignment]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -295,6 +299,14 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         """Returns the bytes of a committed version as the safetensors shards that were pushed. A version
         that is not in memory needs a slot; RESOURCE_EXHAUSTED at once when none is free.
         """
+
+    @_abc_1.abstractmethod
+    def ListApplies(
+        self,
+        request: _weightsync_pb2.ListAppliesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weightsync_pb2.ListAppliesResponse, _abc.Awaitable[_weightsync_pb2.ListAppliesResponse]]:
+        """Lists the last applies of this host's engines, newest first, whoever asked for them."""
 
     @_abc_1.abstractmethod
     def VerifyVersion(

@@ -68,6 +68,7 @@ for command in (
     version_commands.verify,
     version_commands.diff,
     version_commands.status,
+    version_commands.applies,
     version_commands.pin,
     version_commands.delete,
     weight_commands.epoch,

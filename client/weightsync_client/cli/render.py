@@ -205,6 +205,62 @@ def show_version(version: types.Version, note: str = "") -> None:
     echo(_line(version) + (f"  {note}" if note else ""))
 
 
+_APPLIES = (
+    "number", "began (UTC)", "what", "version", "result", "paused", "took", "written", "by",
+    "slowest rank", "asked by", "why",
+)  # fmt: skip
+
+
+def show_applies(applies: list[types.ApplyRecord]) -> None:
+    if not applies:
+        echo("no apply is recorded")
+        return
+    rows = [_APPLIES, *map(_apply_row, applies)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        echo("  ".join(cells).rstrip())
+
+
+def _apply_row(record: types.ApplyRecord) -> tuple[str, ...]:
+    done = record.phases is not None
+    slowest = record.slowest
+    order = f" {record.order}" if record.order is not types.EngineOrder.UNSPECIFIED else ""
+    fleet = f" no. {record.fleet_apply}" if record.fleet_apply else ""
+    engine = f" on {record.engine}" if record.engine else ""
+    return (
+        str(record.number),
+        f"{record.time:%Y-%m-%d %H:%M:%S}" if record.time else "-",
+        f"{record.kind.replace('_', ' ')}{fleet}{order}{engine}",
+        f"{record.previous_version or '?'} -> {record.version or '?'}",
+        _result(record),
+        f"{record.phases.paused_total_s * 1e3:.1f} ms" if record.phases else "-",
+        f"{record.took_s:.2f} s",
+        size(record.written_bytes) if done else "-",
+        record.strategy.value if done else "-",
+        f"{slowest.rank} of {slowest.engine}, {_ms(slowest)}" if slowest else "-",
+        record.requested_by,
+        record.reason or record.cause,
+    )
+
+
+def _ms(rank: types.SlowestRank) -> str:
+    return f"{(rank.commit_s + rank.verify_s) * 1e3:.1f} ms"
+
+
+def _result(record: types.ApplyRecord) -> str:
+    times = f" {record.times} times" if record.times > 1 else ""
+    return f"{record.result.replace('_', ' ')}{times}"
+
+
+def _age(seconds: float) -> str:
+    for unit, most, parts in (("s", 100, 60), ("min", 100, 60), ("h", 48, 24)):
+        if seconds < most:
+            return f"{seconds:.0f} {unit}"
+        seconds /= parts
+    return f"{seconds:.0f} days"
+
+
 def show_status(status: types.Status) -> None:
     durable = "" if status.durable else " (not durable)"
     echo(
@@ -212,6 +268,7 @@ def show_status(status: types.Status) -> None:
         f"memory {size(status.memory_reserved_bytes)} of {size(status.memory_limit_bytes)}, "
         f"{status.fetchers} fetchers"
         + (f", {status.ingest_processes} ingest processes" if status.ingest_processes else "")
+        + (f", up for {_age(status.uptime_s)}" if status.uptime_s else "")
     )
     for disk in status.disks:
         full = f"; FULL: {disk.error}" if disk.error else ""
@@ -261,10 +318,25 @@ def _versions(model: types.ModelStatus) -> None:
     back = _each(model.rollback_version, (one.rollback_version for one in model.engines))
     if model.rollback_version and not model.rollback_resident:
         back += " (from the store)"
+    newest = str(model.newest_version or "none")
     echo(
-        f"model {model.model}: live {live}, newest "
-        f"{model.newest_version or 'none'}, rollback to {back}"
+        f"model {model.model}: live {live}{_since(model.live_age_s)}, newest "
+        f"{newest}{_since(model.newest_age_s)}, rollback to {back}"
     )
+    if model.newest_not_live:
+        echo(f"  version {newest} is not live: {model.newest_not_live}")
+    if (last := model.last_apply) is not None:
+        when = f" at {last.time:%Y-%m-%d %H:%M:%S} UTC" if last.time else ""
+        paused = f", paused {last.phases.paused_total_s * 1e3:.1f} ms" if last.phases else ""
+        why = f" ({last.reason or last.cause})" if last.reason or last.cause else ""
+        echo(
+            f"  last {last.kind.replace('_', ' ')}{when} by {last.requested_by}: version "
+            f"{last.previous_version or '?'} -> {last.version or '?'} {_result(last)}{paused}{why}"
+        )
+
+
+def _since(age_s: float | None) -> str:
+    return f" (committed {_age(age_s)} ago)" if age_s is not None else ""
 
 
 def _each(common: int, versions: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""Commands about versions: versions, watch, pull, verify, status, pin, delete, diff."""
+"""Commands about versions: versions, watch, pull, verify, status, applies, pin, delete, diff."""
 
 from __future__ import annotations
 
@@ -146,6 +146,23 @@ def status(
         echo(f"{service or 'server'}: {'serving' if serving else 'not serving'}")
     if exit_code and not serving:
         raise typer.Exit(ExitCode.UNAVAILABLE)
+
+
+def applies(
+    *,
+    last: Annotated[int, typer.Option(min=0, help="At most this many; 0: all.")] = 20,
+    version: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_VERSION, help="Only applies to this version or from it."),
+    ] = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    json: Json = False,
+) -> None:
+    """List the last applies, newest first: who asked, what was done, how long it took, and why."""
+    with connect(address, model) as client:
+        found = client.applies(last, version=version or 0)
+    render.show_json(found) if json else render.show_applies(found)
 
 
 def pin(

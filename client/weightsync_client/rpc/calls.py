@@ -215,6 +215,26 @@ def list_versions(
     return Call("ListVersions", request, timeouts.call_s, read)
 
 
+#: Applies that a server sends at once, at most.
+_APPLIES = 1000
+
+
+def list_applies(
+    model: str, last: int, version: int, page_token: str, timeouts: Timeouts
+) -> Call[tuple[list[types.ApplyRecord], str]]:
+    request = pb.ListAppliesRequest(
+        model=model,
+        page_size=min(whole_number("last", last), _APPLIES),
+        version=whole_number("version", version),
+        page_token=page_token,
+    )
+
+    def read(m: pb.ListAppliesResponse) -> tuple[list[types.ApplyRecord], str]:
+        return [from_message(types.ApplyRecord, one) for one in m.applies], m.next_page_token
+
+    return Call("ListApplies", request, timeouts.call_s, read)
+
+
 def get_version(
     model: str, version: int, timeouts: Timeouts, *, tensors: int = 0, page_token: str = ""
 ) -> Call[tuple[types.Version, list[types.TensorInfo], str]]:

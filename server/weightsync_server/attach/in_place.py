@@ -41,6 +41,7 @@ from weightsync_server.attach.attachments import (
 from weightsync_server.catalog.in_place_push import InPlacePush
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import EngineApplier, EngineContext, replies
+from weightsync_server.engine.apply_history import note_reports
 from weightsync_server.engine.block_writers import still_writing, wait_let_go
 from weightsync_server.engine.engine_participant import live_version
 from weightsync_server.engine.journal import Answer
@@ -272,6 +273,16 @@ class InPlace:
         with translate_os_errors("the transaction"):
             # Whatever the ranks hold after a crash, it is this that is placed.
             await self._supervisor.journal.intent_to_place(base)
+        try:
+            return await self._begun(session, base)
+        except WeightSyncError as error:
+            # As of applies: who looks at how it ended knows that it was begun.
+            error.metadata["apply_id"] = self.id
+            raise
+
+    async def _begun(
+        self, session: EngineSession, base: PreparedVersion
+    ) -> weightsync_pb2.ApplyReport:
         await failpoints.reach("in_place.begin")
         async with self._block(session, base), self._paused(session, base) as pause:
             record, result = await self._written(session, base, pause)
@@ -622,7 +633,7 @@ class InPlaceCalls:
         context, blocks = self._context, self._blocks
         work = InPlace(applier, context, blocks, order, line, attachment, self._give_up)
         with about(engine=applier.name, apply_id=work.id):
-            task = asyncio.create_task(work.run(), name=f"in place {work.id}")
+            task = asyncio.create_task(self._recorded(work, applier.name, order), name=work.id)
         self._running.add(task)
         task.add_done_callback(self._ended)
         task.add_done_callback(lambda _: line.end())
@@ -633,6 +644,20 @@ class InPlaceCalls:
             yield pb.WriteInPlaceResponse(committed=committed)
         finally:
             await line.close()
+
+    async def _recorded(
+        self, work: InPlace, engine: str, order: InPlaceOrder
+    ) -> weightsync_pb2.ApplyReport:
+        entry = weightsync_pb2.ApplyRecord(
+            kind=weightsync_pb2.APPLY_KIND_IN_PLACE,
+            requested_by=order.who,
+            previous_version=order.base,
+            engine=engine,
+        )
+        with self._context.history.recorded(entry):
+            report = await work.run()
+            note_reports(entry, {engine: report}, {})
+        return report
 
     async def drain(self) -> None:
         """Wait for those that are open: their callers are gone by now."""

@@ -102,6 +102,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_OURS}/GetVersion": Rule(_ANY | _FOLLOW),
         f"{_OURS}/GetEngineLayout": Rule(_PUSHING | _READ),
         f"{_OURS}/WatchVersions": Rule(_ANY | _FOLLOW),
+        f"{_OURS}/ListApplies": Rule(_ANY),
         f"{_OURS}/GetStatus": Rule(_ANY),
         f"{_OURS}/GetFleetStatus": Rule(_ANY),
         f"{_OURS}/AbortFleetApply": Rule(frozenset({Role.FLEET}), changes=True),

@@ -18,6 +18,7 @@ from weightsync.log_lines import event, note
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import idempotency, replies
+from weightsync_server.engine.apply_history import SERVER, note_reply
 from weightsync_server.engine.engine_parts import EngineContext
 from weightsync_server.engine.engine_set import EngineSet
 from weightsync_server.engine.host_apply import (
@@ -46,12 +47,14 @@ _MAX_REASON_BYTES = 1024
 #: How often engines are taken anew when others begin to serve meanwhile.
 _TRIES = 5
 
+#: What an apply is counted as, by how it ended; the rest counts as refused.
 _OUTCOMES = {
-    pb.APPLY_OUTCOME_APPLIED: "applied",
-    pb.APPLY_OUTCOME_ALREADY_LIVE: "already_live",
-    pb.APPLY_OUTCOME_PLANNED: "planned",
+    pb.APPLY_RESULT_APPLIED: "applied",
+    pb.APPLY_RESULT_ALREADY_LIVE: "already_live",
+    pb.APPLY_RESULT_PLANNED: "planned",
+    pb.APPLY_RESULT_RESTORED: "restored",
+    pb.APPLY_RESULT_FENCED: "fenced",
 }
-_FAILURES = {Reason.APPLY_RESTORED: "restored", Reason.ENGINE_FENCED: "fenced"}
 #: How lines about these ends are logged.
 _FAILED_LINES = {
     "refused": (logging.INFO, event("apply.refused")),
@@ -67,13 +70,18 @@ class Applier:
         self._calls = idempotency.Calls()
 
     async def apply(
-        self, request: pb.ApplyVersionRequest, base: VersionRecord | None = None
+        self,
+        request: pb.ApplyVersionRequest,
+        base: VersionRecord | None = None,
+        *,
+        who: str = SERVER,
+        cause: str = "",
     ) -> pb.ApplyVersionResponse:
         """Make a version live on every rank of every engine that is asked for, or change nothing.
 
-        `base` is the version that must be live until then; None allows any. After an error the
-        engines serve what they served before, unless the reason is ENGINE_FENCED or ENGINE_AWAY, or
-        the sentence says otherwise.
+        `base` is the version that must be live until then; None allows any. `who` asked, and the
+        `cause` is why, for the history. After an error the engines serve what they served before,
+        unless the reason is ENGINE_FENCED or ENGINE_AWAY, or the sentence says otherwise.
         """
         if not request.dry_run:
             self.refuse_in_fleet("apply")
@@ -84,7 +92,10 @@ class Applier:
             request.idempotency_key,
             request,
             lambda: self._once(
-                request, pb.ApplyVersionResponse, lambda: self._apply(request, spec, base)
+                request,
+                pb.ApplyVersionResponse,
+                lambda entry: self._apply(request, spec, base, entry),
+                pb.ApplyRecord(kind=pb.APPLY_KIND_APPLY, requested_by=who, cause=cause),
             ),
         )
 
@@ -92,7 +103,9 @@ class Applier:
         """Refuse with NOT_SUPPORTED what a host does alone, if its fleet decides what it serves."""
         refuse_member(self._context.fleet, command)
 
-    async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
+    async def rollback(
+        self, request: pb.RollbackRequest, *, who: str = SERVER
+    ) -> pb.RollbackResponse:
         """Go back to the previous verified version and reject the one that was left."""
         self.refuse_in_fleet("rollback")
         spec = pause_spec(request.pause)
@@ -104,7 +117,12 @@ class Applier:
         return await self._calls.run(
             request.idempotency_key,
             request,
-            lambda: self._once(request, pb.RollbackResponse, lambda: self._rollback(request, spec)),
+            lambda: self._once(
+                request,
+                pb.RollbackResponse,
+                lambda entry: self._rollback(request, spec, entry),
+                pb.ApplyRecord(kind=pb.APPLY_KIND_ROLLBACK, requested_by=who, cause=request.reason),
+            ),
         )
 
     async def verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
@@ -126,28 +144,36 @@ class Applier:
             return replies.proofs(proofs, group.absent)
 
     async def _once(
-        self, request: Request, kind: type[Reply], start: Callable[[], Coroutine[None, None, Reply]]
+        self,
+        request: Request,
+        kind: type[Reply],
+        start: Callable[[pb.ApplyRecord], Coroutine[None, None, Reply]],
+        entry: pb.ApplyRecord,
     ) -> Reply:
         note(version=getattr(request, "version", None) or None, engine=request.engine)
         # Nothing is awaited from here until the supervisor is asked: what it finds of a call that
         # was lost is in the journal before it lets the next one in.
         earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
-        return earlier if earlier is not None else await self._count(request, start())
-
-    async def _count(self, request: Request, work: Coroutine[None, None, Reply]) -> Reply:
+        if earlier is not None:
+            return earlier
+        entry.order, entry.engine = request.order, request.engine
         try:
-            reply = await work
+            with self._context.history.recorded(entry):
+                reply = await start(entry)
+                note_reply(entry, reply.report, list(reply.engines))
         except WeightSyncError as error:
-            # Only an apply that was begun can have fenced the engine.
-            begun = "apply_id" in error.metadata
-            outcome = _FAILURES.get(error.reason, "refused") if begun else "refused"
-            self._context.metrics.count_apply(outcome)
+            outcome = self._count(entry)
             level, extra = _FAILED_LINES[outcome]
             what = "rollback" if isinstance(request, pb.RollbackRequest) else "apply"
             logger.log(level, "%s %s: %s", what, outcome, error.message, extra=extra)
             raise
-        self._context.metrics.count_apply(_OUTCOMES[reply.report.outcome])
+        self._count(entry)
         return reply
+
+    def _count(self, entry: pb.ApplyRecord) -> str:
+        outcome = _OUTCOMES.get(entry.result, "refused")
+        self._context.metrics.count_apply(outcome)
+        return outcome
 
     @contextlib.asynccontextmanager
     async def _taken(
@@ -182,8 +208,13 @@ class Applier:
         return any([one.serving or await one.generates() for one in others])
 
     async def _apply(
-        self, request: pb.ApplyVersionRequest, spec: PauseSpec, base: VersionRecord | None
+        self,
+        request: pb.ApplyVersionRequest,
+        spec: PauseSpec,
+        base: VersionRecord | None,
+        entry: pb.ApplyRecord,
     ) -> pb.ApplyVersionResponse:
+        entry.version = request.version
         timeout = request.prepare_timeout.ToNanoseconds() / 1e9
         async with self._taken(request.engine, timeout, apply_id=_new_apply()) as group:
             # What a server before this one had begun was found done while the engines were taken.
@@ -191,7 +222,9 @@ class Applier:
             earlier = idempotency.earlier_reply(self._engines.journal, request, kind)
             if earlier is not None:
                 return earlier
+            entry.previous_version = _common_live(group.members)
             record = self._choose(request, group.members)
+            entry.version = record.version
             note(version=record.version)
             logger.debug("apply of version %d begins", record.version, extra=event("apply.begun"))
             going = [one for one in group.members if one.live.record.version != record.version]
@@ -227,7 +260,9 @@ class Applier:
             await self._done(group, plans, idempotency.pack(reply))
             return reply
 
-    async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
+    async def _rollback(
+        self, request: pb.RollbackRequest, spec: PauseSpec, entry: pb.ApplyRecord
+    ) -> pb.RollbackResponse:
         written: dict[str, VersionRecord] = {}
         for applier in self._engines.named(request.engine):
             record = self._model.table.find(applier.supervisor.served.live)
@@ -245,7 +280,9 @@ class Applier:
                 for one in group.members
                 if one.name in written and one.live.record.order < written[one.name].order
             }
+            entry.previous_version = _common_live(group.members)
             record, left = self._way_back(group.members, undone)
+            entry.version = record.version
             note(version=record.version)
             going = [one for one in group.members if one.live.record.version != record.version]
             reports = {
@@ -398,6 +435,11 @@ def _new_apply() -> str:
     apply_id = secrets.token_hex(8)
     note(apply_id=apply_id)
     return apply_id
+
+
+def _common_live(members: Sequence[LocalEngine]) -> int:
+    live = {one.live.record.version for one in members}
+    return live.pop() if len(live) == 1 else 0
 
 
 def _without_key(plan: CutoverPlan) -> CutoverPlan:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Callable
 
+from weightsync import clock
 from weightsync.engine import EngineInfo
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -33,6 +35,8 @@ class EngineCondition:
         self.reason = "not connected yet"
         self.refused = ""
         self.owned = False
+        #: When it answered last before it went away; 0: not since this server started.
+        self._seen_ns = 0
         #: Start of an engine, and how often it was begun to prove what that generates.
         self._proofs = ("", 0)
 
@@ -50,6 +54,13 @@ class EngineCondition:
         """How often it was begun to prove what this start of the engine generates."""
         engine_id, count = self._proofs
         return count if self.info is not None and engine_id == self.info.engine_id else 0
+
+    @property
+    def why_unknown(self) -> str:
+        """Why the ranks are to be asked what they hold."""
+        if self.state != pb.ENGINE_STATE_AWAY:
+            return self.reason
+        return "the engine came back" if self._seen_ns else "this server connected to the engine"
 
     def begin_proof(self) -> None:
         engine_id = self.info.engine_id if self.info is not None else ""
@@ -76,6 +87,8 @@ class EngineCondition:
             self.refused = error.message
 
     def forget(self) -> None:
+        if self.info is not None:
+            self._seen_ns = clock.wall_ns()
         self.info = None
         self.refused = ""
         self._metrics.set_served({})
@@ -83,7 +96,7 @@ class EngineCondition:
     def status(self, live: PreparedVersion | None, loads: LoadScheduler | None) -> pb.EngineStatus:
         """Return what GetStatus shows; `live` None: nobody knows what every rank holds."""
         info = self.info
-        return pb.EngineStatus(
+        status = pb.EngineStatus(
             state=self.state,
             reason=self.reason,
             engine_id=info.engine_id if info else "",
@@ -93,6 +106,13 @@ class EngineCondition:
             capabilities=sorted(info.capabilities) if info else [],
             warnings=info.warnings if info else [],
         )
+        if self.state == pb.ENGINE_STATE_AWAY and self._seen_ns:
+            status.last_seen.FromNanoseconds(self._seen_ns)
+            seen = dt.datetime.fromtimestamp(self._seen_ns / 1e9, dt.UTC)
+            status.reason += f"; it last answered at {seen:%Y-%m-%d %H:%M:%S} UTC"
+        elif self.state == pb.ENGINE_STATE_AWAY:
+            status.reason += "; it has not answered since this server started"
+        return status
 
     def unavailable(self, retry_s: float) -> WeightSyncError:
         """Return the refusal of a call for an engine that does not serve, with what to do."""

@@ -14,6 +14,7 @@ from weightsync.engine import LIMITS_SERVING, Engine, EngineInfo, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.engine.apply_history import DEFAULT_LIMIT, ApplyHistory
 from weightsync_server.model import Model
 from weightsync_server.nodes import NodeGroup
 from weightsync_server.ops.metrics import Metrics
@@ -62,6 +63,14 @@ class ApplySettings:
         True,
         "Let GPUs read the shards of a version as they arrive, so that its apply has little left "
         "to do; false: each version is read at its apply.",
+    )
+    history: int = setting(
+        DEFAULT_LIMIT,
+        "Applies that `weightsync applies` can list, in state_dir/applies.jsonl; the oldest go "
+        "first.",
+        name="apply_history",
+        ge=1,
+        le=100_000,
     )
 
 
@@ -211,6 +220,7 @@ class EngineContext:
     fleet: str = ""
     joining: asyncio.Lock = field(default_factory=asyncio.Lock)
     serving_time: ServingTime = field(default_factory=ServingTime)
+    history: ApplyHistory = field(default_factory=ApplyHistory)
 
     @cached_property
     def nodes(self) -> NodeGroup:

@@ -82,6 +82,7 @@ class Reconciler:
     all engines holds it to its end.
 
     Attributes:
+        wrote: Whether a version was written into the engine.
         watched: Whether a process has the memory of a rank, by the ranks' word, or may have that of
             one which did not say.
         checkpoint: Signature of the tensors of the engine's own checkpoint, which is read whenever
@@ -108,6 +109,7 @@ class Reconciler:
         self._on_proving = on_proving
         self._patient = patient
         self._proving = False
+        self.wrote = False
         self.watched = False
         self.checkpoint = ""
 
@@ -273,6 +275,7 @@ class Reconciler:
     async def _write(self, current: PreparedVersion) -> None:
         try:
             await self._cutover.place(current)
+            self.wrote = True
         except BaseException as error:
             self._quarantine.release(current.lease, self._session.ranks, error)
             raise

@@ -16,6 +16,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.layout_compatibility import add_suggestion
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.version_events import VersionChanged
+from weightsync_server.engine.apply_history import SERVER
 from weightsync_server.engine.condition import EngineCondition
 from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.engine_parts import EngineContext
@@ -24,7 +25,7 @@ from weightsync_server.engine.live_check import LiveChecks, QuarantinedLeases
 from weightsync_server.engine.outcome import PreparedVersion
 from weightsync_server.engine.prefetch import Prefetcher
 from weightsync_server.engine.reconcile import Reconciler, overruled, write_down
-from weightsync_server.engine.refusals import OUT_OF_REACH, asleep
+from weightsync_server.engine.refusals import OUT_OF_REACH, asleep, duration
 from weightsync_server.engine.session import EngineSession
 from weightsync_server.engine.version_loads import LoadScheduler
 from weightsync_server.ops.os_errors import translate_os_errors, write_fault
@@ -416,6 +417,15 @@ class EngineSupervisor:
         if self._session is None:
             return
         self.checks.forget()
+        entry = pb.ApplyRecord(
+            kind=pb.APPLY_KIND_RECOVERY,
+            requested_by=SERVER,
+            cause=self._condition.why_unknown,
+            engine=self.name,
+            previous_version=self.journal.live[0],
+        )
+        entry.time.FromNanoseconds(clock.wall_ns())
+        began = clock.monotonic()
         self._condition.set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
         reconciler = Reconciler(
             self._session,
@@ -434,6 +444,11 @@ class EngineSupervisor:
             await self._model.table.refused.seen(self.name, reconciler.checkpoint)
         self.show(current, whole=True)
         self._condition.set(pb.ENGINE_STATE_SERVING, "")
+        entry.version, entry.content_digest = current.record.version, current.digest
+        if reconciler.wrote or entry.version != entry.previous_version:
+            entry.result, entry.apply_id = pb.APPLY_RESULT_APPLIED, current.apply_id
+            entry.took.CopyFrom(duration(clock.monotonic() - began))
+            self.context.history.add(entry)
 
     def _failed(self, error: WeightSyncError) -> float:
         away = error.reason in OUT_OF_REACH

@@ -88,7 +88,8 @@ class UpdateCommitter:
             model=record.model, version=record.version, idempotency_key=update.update_id
         )
         try:
-            await self._applier.apply(request, base)
+            cause = f"vLLM received an update over {update.backend}"
+            await self._applier.apply(request, base, cause=cause)
         except Exception as error:
             # Nobody asked for it by number, so "newest" must not mean what the trainer was refused.
             if self._supervisor.served.live != record.version:

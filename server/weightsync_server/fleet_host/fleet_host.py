@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -15,9 +15,11 @@ from weightsync import clock
 from weightsync.backoff import until
 from weightsync.engine import BETWEEN_STEPS, FENCES_ON_EXPIRY, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
-from weightsync_server.decide import FleetVersion, Verdict
+from weightsync_server.decide import ApplyOrder, DecisionPlan, FleetVersion, Verdict
 from weightsync_server.engine import EngineContext, EngineSet, EngineSupervisor
+from weightsync_server.engine.apply_history import note_reports
 from weightsync_server.engine.host_apply import (
     EnginePlan,
     JournalLedger,
@@ -56,6 +58,8 @@ class HostCutover(TakenHost):
         self._patience_s, self._spec, self._slots = patience_s, spec, slots
         self._plans: list[EnginePlan] = []
         self._ledger: JournalLedger | None = None
+        #: What the engines have done when they serve the version, by name.
+        self.reports: dict[str, pb.ApplyReport] = {}
 
     async def prepare(self) -> None:
         """Return when every rank has the version ready; `close` must follow what fails."""
@@ -121,7 +125,7 @@ class HostCutover(TakenHost):
             # It was done for a caller that was cancelled.
             return
         if self._between:
-            await roll_out(self._plans, 1, self._engines.host_journal)
+            self.reports = await roll_out(self._plans, 1, self._engines.host_journal)
         else:
             await self._pause()
             await self._follow(Verdict.COMMIT)
@@ -140,7 +144,7 @@ class HostCutover(TakenHost):
     async def _follow(self, verdict: Verdict) -> None:
         if self._ledger is not None:
             await self._ledger.decide(verdict, "the fleet has decided against it")
-            await self._ledger.ended()
+            self.reports = await self._ledger.ended()
 
     async def _give_back(self, error: BaseException | None = None) -> None:
         try:
@@ -152,6 +156,65 @@ class HostCutover(TakenHost):
         finally:
             self._plans = []
             await super()._give_back(error)
+
+
+class MemberApplies:
+    """Records what a host does for its fleet; `newest_plan` is as in `LocalHost`."""
+
+    def __init__(
+        self, context: EngineContext, newest_plan: Callable[[FleetVersion], DecisionPlan | None]
+    ) -> None:
+        self._history, self._who = context.history, f"fleet {context.fleet}"
+        self._newest_plan = newest_plan
+
+    @contextlib.contextmanager
+    def recorded(self, target: FleetVersion, live: FleetVersion | None) -> Iterator[pb.ApplyRecord]:
+        """Record that the block makes a version live; after an error this host serves nothing."""
+        entry = self._entry(target, live)
+        with self._history.recorded(entry):
+            try:
+                yield entry
+            except WeightSyncError:
+                entry.result = pb.APPLY_RESULT_FENCED
+                raise
+            entry.result, entry.content_digest = pb.APPLY_RESULT_APPLIED, target.digest
+
+    def add_failed(
+        self, target: FleetVersion, live: FleetVersion | None, error: WeightSyncError
+    ) -> None:
+        """Record that a version did not become live, and this host serves what it served."""
+        with (
+            contextlib.suppress(WeightSyncError),
+            self._history.recorded(self._entry(target, live)),
+        ):
+            raise error
+
+    def _entry(self, target: FleetVersion, live: FleetVersion | None) -> pb.ApplyRecord:
+        entry = pb.ApplyRecord(
+            kind=pb.APPLY_KIND_MEMBER, requested_by=self._who, version=target.number
+        )
+        if live is not None:
+            entry.previous_version = live.number
+        if (plan := self._newest_plan(target)) is not None:
+            entry.fleet_apply, entry.order = plan.number, _ORDERS[plan.order]
+        return entry
+
+
+_ORDERS = {
+    ApplyOrder.BARRIER: pb.ENGINE_ORDER_TOGETHER,
+    ApplyOrder.ROLLING: pb.ENGINE_ORDER_ROLLING,
+}
+
+
+def _named(record: VersionRecord) -> FleetVersion:
+    return FleetVersion(record.version, record.content_digest)
+
+
+def _decided_against() -> WeightSyncError:
+    return WeightSyncError(
+        Reason.APPLY_RESTORED,
+        "the fleet decided against it; see `weightsync fleet status` for the reason",
+    )
 
 
 #: How often it is looked whether a version has come, or an engine serves; seconds.
@@ -180,7 +243,8 @@ class LocalHost:
     engines: what it is let serve is written to the journal, the gate is opened, and each engine is
     reconciled to it.
 
-    `source` returns what brings versions that are not here yet; None: nothing could.
+    `source` returns what brings versions that are not here yet; None: nothing could. `newest_plan`
+    returns that of the fleet's newest apply, if it goes to a version, for the history.
     """
 
     def __init__(
@@ -189,10 +253,12 @@ class LocalHost:
         context: EngineContext,
         undecided_s: float,
         source: Callable[[], FetchOnDemand | None] = lambda: None,
+        newest_plan: Callable[[FleetVersion], DecisionPlan | None] = lambda _: None,
     ) -> None:
         self._engines, self._model, self._limits = engines, context.model, context.limits
         self._undecided_s, self._fetch_s = undecided_s, context.limits.prepare_timeout_s
         self._source = source
+        self._applies = MemberApplies(context, newest_plan)
         self._expected: FleetVersion | None = None
         self._fetching = contextlib.ExitStack()
         self._gate = ServingGate(context.joining)
@@ -268,22 +334,26 @@ class LocalHost:
             self._cutover = cutover
             try:
                 await cutover.pause()
-            except WeightSyncError:
+            except WeightSyncError as error:
                 self._cutover = None
                 await cutover.close()
                 self._gate.open()
+                self._applies.add_failed(_named(cutover.record), self.live(), error)
                 raise
 
     async def commit(self, target: FleetVersion) -> None:
         async with self._turn:
             cutover = self._cutover
             try:
-                if cutover is not None and cutover.record.content_digest == target.digest:
-                    await cutover.commit()
-                    self._cutover = None
-                    self._gate.open()
-                else:
-                    await self._place(await self._find(target))
+                with self._applies.recorded(target, self.live()) as entry:
+                    if cutover is not None and cutover.record.content_digest == target.digest:
+                        await cutover.commit()
+                        self._cutover = None
+                        self._gate.open()
+                        if isinstance(cutover, HostCutover) and cutover.reports:
+                            note_reports(entry, cutover.reports, {})
+                    else:
+                        await self._place(await self._find(target))
             except WeightSyncError as error:
                 await self._stop_serving(error.message)
                 raise
@@ -300,6 +370,10 @@ class LocalHost:
                     await cutover.call_off()
                     self._cutover = None
                     self._gate.open()
+                    if isinstance(cutover, HostCutover):
+                        self._applies.add_failed(
+                            _named(cutover.record), self.live(), _decided_against()
+                        )
                 else:
                     await self._let_go()
             except WeightSyncError as error:

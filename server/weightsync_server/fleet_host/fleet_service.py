@@ -15,7 +15,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.coordination import open_register
 from weightsync_server.coordination.coordination import CoordinationStore
-from weightsync_server.decide import ApplyOrder, FleetVersion, Verdict
+from weightsync_server.decide import ApplyOrder, DecisionPlan, FleetVersion, Verdict
 from weightsync_server.engine import EngineContext, EngineSet, idempotency
 from weightsync_server.engine.refusals import pause_spec
 from weightsync_server.fleet.coordinator import Coordinator, Outcome
@@ -121,12 +121,14 @@ class FleetService:
     ) -> None:
         self.name, self._options = options.fleet, options
         self.coordination = coordination
-        self.host = LocalHost(engines, context, options.limits.undecided_s, source)
+        self.host = LocalHost(
+            engines, context, options.limits.undecided_s, source, self._newest_plan
+        )
         self._journal = MemberJournal(journal, options.fleet)
         self._member: FleetMember | None = None
         self._calls = idempotency.Calls()
         self._status = FleetStatusReader(self.coordination)
-        self._metrics = context.metrics
+        self._metrics, self._applies = context.metrics, context.history
         if options.limits.max_age_s:
             context.serving_time.left_s = self._left_s
         context.serving_time.begins_s = self._permitted_s
@@ -149,8 +151,10 @@ class FleetService:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.host.stop()
 
-    async def apply(self, request: pb.ApplyVersionRequest) -> pb.ApplyVersionResponse:
+    async def apply(self, request: pb.ApplyVersionRequest, who: str) -> pb.ApplyVersionResponse:
         """Have every member serve a version, or none; returns when that is decided and done.
+
+        The history of this server shows `who` asked.
 
         Raises:
             WeightSyncError: APPLY_RESTORED: it was decided against it. As `Coordinator.apply`.
@@ -167,15 +171,18 @@ class FleetService:
         key = request.idempotency_key
 
         async def carry_out() -> pb.ApplyVersionResponse:
-            target = await self.host.find(request.version)
-            outcome = await self._coordinator().apply(
-                target, kind, size, key, pause, clears=request.clear_rejected
-            )
-            return pb.ApplyVersionResponse(fleet=await self._report(outcome))
+            entry = _entry(request, pb.APPLY_KIND_FLEET_APPLY, who)
+            entry.version = request.version
+            with self._applies.recorded(entry):
+                target = await self.host.find(request.version)
+                outcome = await self._coordinator().apply(
+                    target, kind, size, key, pause, clears=request.clear_rejected
+                )
+                return pb.ApplyVersionResponse(fleet=await self._report(outcome, entry))
 
         return await self._calls.run(key, request, carry_out)
 
-    async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
+    async def rollback(self, request: pb.RollbackRequest, who: str) -> pb.RollbackResponse:
         """Have every member go back to what was decided before, and reject what is left."""
         kind = _check(request, request.max_unavailable)
         pause = _chosen_pause(request)
@@ -183,8 +190,11 @@ class FleetService:
         key = request.idempotency_key
 
         async def carry_out() -> pb.RollbackResponse:
-            outcome = await self._coordinator().rollback(kind, size, key, pause, request.reason)
-            return pb.RollbackResponse(fleet=await self._report(outcome))
+            entry = _entry(request, pb.APPLY_KIND_FLEET_ROLLBACK, who)
+            entry.cause = request.reason
+            with self._applies.recorded(entry):
+                outcome = await self._coordinator().rollback(kind, size, key, pause, request.reason)
+                return pb.RollbackResponse(fleet=await self._report(outcome, entry))
 
         return await self._calls.run(key, request, carry_out)
 
@@ -260,7 +270,14 @@ class FleetService:
         options = self._options
         return Coordinator(self.coordination, options.member, options.limits, self._journal)
 
-    async def _report(self, outcome: Outcome) -> pb.FleetReport:
+    def _newest_plan(self, target: FleetVersion) -> DecisionPlan | None:
+        """Return the plan of the newest apply, if it goes to a version."""
+        history = self._member.view.history if self._member is not None else None
+        newest = history.newest if history is not None else None
+        return newest.plan if newest is not None and newest.plan.target == target else None
+
+    async def _report(self, outcome: Outcome, entry: pb.ApplyRecord) -> pb.FleetReport:
+        entry.fleet_apply, entry.version = outcome.number, outcome.target.number
         if outcome.verdict is Verdict.ABORT:
             raise WeightSyncError(
                 Reason.APPLY_RESTORED,
@@ -269,6 +286,7 @@ class FleetService:
                 "served, see `weightsync fleet status`",
                 metadata={"fleet_apply": str(outcome.number)},
             )
+        entry.result, entry.content_digest = pb.APPLY_RESULT_APPLIED, outcome.target.digest
         report = await self._status.report(outcome.number)
         if report.apply:
             report.reason = outcome.reason
@@ -281,6 +299,11 @@ class FleetService:
             content_digest=target.digest,
             decision=outcome.verdict.value,
         )
+
+
+def _entry(request: idempotency.Request, kind: pb.ApplyKind.ValueType, who: str) -> pb.ApplyRecord:
+    order = request.order or pb.ENGINE_ORDER_ROLLING
+    return pb.ApplyRecord(kind=kind, requested_by=who, order=order)
 
 
 def _check(request: idempotency.Request, max_unavailable: int) -> ApplyOrder:

@@ -10,6 +10,7 @@ from weightsync_server.attach import Attachments, InPlaceCalls
 from weightsync_server.auth import Caller
 from weightsync_server.catalog.table import check_model
 from weightsync_server.engine import Applier
+from weightsync_server.engine.apply_history import ApplyHistory
 from weightsync_server.engine.served_engines import Engines
 from weightsync_server.fleet_host.fleet_service import FleetService
 from weightsync_server.model import Model
@@ -44,6 +45,7 @@ class EngineBundle:
     attachments: Attachments
     transactions: InPlaceCalls
     nodes: NodeGroup
+    history: ApplyHistory
     fleet: FleetService | None = None
 
 

@@ -22,7 +22,7 @@ _OURS = pb.DESCRIPTOR.services_by_name["WeightSync"].full_name
 _ATTACH = attach_pb2.DESCRIPTOR.services_by_name["AttachService"].full_name
 BEGIN_PUSH, ABORT_PUSH = f"/{_OURS}/BeginPush", f"/{_OURS}/AbortPush"
 APPLY_VERSION, GET_STATUS = f"/{_OURS}/ApplyVersion", f"/{_OURS}/GetStatus"
-GET_ENGINE_LAYOUT = f"/{_OURS}/GetEngineLayout"
+GET_ENGINE_LAYOUT, LIST_APPLIES = f"/{_OURS}/GetEngineLayout", f"/{_OURS}/ListApplies"
 
 _USE_CASES: Mapping[str, Callable[[ServerCore, Any, Any], Any]] = {
     f"/{_OURS}/AcquireEpoch": push_calls.acquire_epoch,
@@ -34,6 +34,7 @@ _USE_CASES: Mapping[str, Callable[[ServerCore, Any, Any], Any]] = {
     APPLY_VERSION: serving_calls.apply_version,
     f"/{_OURS}/Rollback": serving_calls.rollback,
     f"/{_OURS}/VerifyVersion": serving_calls.verify_version,
+    LIST_APPLIES: serving_calls.list_applies,
     GET_STATUS: serving_calls.get_status,
     f"/{_OURS}/GetFleetStatus": serving_calls.get_fleet_status,
     f"/{_OURS}/AbortFleetApply": serving_calls.abort_fleet_apply,

@@ -7,6 +7,10 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth import Caller
 from weightsync_server.fleet_host.fleet_service import FleetService
 from weightsync_server.usecases.core import ServerCore
+from weightsync_server.usecases.version_calls import page_number
+
+#: Applies of a page, and the bytes after which it is ended: one message carries 4 MiB.
+_MAX_APPLIES, _PAGE_BYTES = 1000, 1 << 20
 
 
 async def apply_version(
@@ -14,8 +18,8 @@ async def apply_version(
 ) -> pb.ApplyVersionResponse:
     core.check_model(request.model)
     if _for_fleet(request.scope):
-        return await _fleet(core).apply(request)
-    return await core.engines.applier.apply(request)
+        return await _fleet(core).apply(request, caller.name)
+    return await core.engines.applier.apply(request, who=caller.name)
 
 
 async def rollback(
@@ -23,8 +27,8 @@ async def rollback(
 ) -> pb.RollbackResponse:
     core.check_model(request.model)
     if _for_fleet(request.scope):
-        return await _fleet(core).rollback(request)
-    return await core.engines.applier.rollback(request)
+        return await _fleet(core).rollback(request, caller.name)
+    return await core.engines.applier.rollback(request, who=caller.name)
 
 
 async def verify_version(
@@ -32,6 +36,28 @@ async def verify_version(
 ) -> pb.VerifyVersionResponse:
     core.check_model(request.model)
     return await core.engines.applier.verify(request)
+
+
+async def list_applies(
+    core: ServerCore, caller: Caller, request: pb.ListAppliesRequest
+) -> pb.ListAppliesResponse:
+    """List applies, newest first; the page token is the number of the last one before."""
+    if request.model:
+        core.check_model(request.model)
+    below = page_number(request.page_token)
+    size = min(request.page_size or _MAX_APPLIES, _MAX_APPLIES)
+    answer, room = pb.ListAppliesResponse(), _PAGE_BYTES
+    for record in core.engines.history.newest_first():
+        if below is not None and record.number >= below:
+            continue
+        if request.version and request.version not in (record.version, record.previous_version):
+            continue
+        if len(answer.applies) == size or room < 0:
+            answer.next_page_token = str(answer.applies[-1].number)
+            break
+        answer.applies.append(record)
+        room -= record.ByteSize()
+    return answer
 
 
 async def get_status(

@@ -23,7 +23,7 @@ async def list_versions(
     core: ServerCore, caller: Caller, request: pb.ListVersionsRequest
 ) -> pb.ListVersionsResponse:
     """List versions, newest first; the page token is the last version of the page before."""
-    below = _token(request.page_token)
+    below = page_number(request.page_token)
     size = min(request.page_size or _MAX_VERSIONS, _MAX_VERSIONS)
     core.check_model(request.model)
     records = [
@@ -47,7 +47,7 @@ async def get_version(
     answer = pb.GetVersionResponse(version=record.to_info())
     if request.page_size:
         manifest = await core.versions.model.commits.manifest(record)
-        first = _token(request.page_token) or 0
+        first = page_number(request.page_token) or 0
         size = min(request.page_size, _MAX_TENSORS)
         answer.tensors.extend(tensor_page(manifest, first, size))
         if first + size < len(manifest.digests):
@@ -99,7 +99,8 @@ async def delete_version(
     return pb.DeleteVersionResponse()
 
 
-def _token(text: str) -> int | None:
+def page_number(text: str) -> int | None:
+    """Return the number that a page token stands for; None: the first page is asked for."""
     if not text:
         return None
     if not text.isascii() or not text.isdigit():

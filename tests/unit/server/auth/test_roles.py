@@ -18,6 +18,7 @@ READING |= {
     "GetEngineLayout",
     "ReadStaged",
     "GetStatus",
+    "ListApplies",
     "GetFleetStatus",
     "GetTrainStatus",
     "Check",
@@ -27,7 +28,7 @@ READING |= {
 
 
 LOOKING = {"ListVersions", "GetVersion", "WatchVersions"}
-ASKING = LOOKING | {"GetStatus", "GetFleetStatus", "GetTrainStatus"}
+ASKING = LOOKING | {"GetStatus", "ListApplies", "GetFleetStatus", "GetTrainStatus"}
 ASKING |= {"Check", "Watch", "ServerReflectionInfo"}
 APPLYING = ASKING | {"ApplyVersion", "Rollback", "VerifyVersion"}
 PUSHING = {"AcquireEpoch", "BeginPush", "PushWeights", "CommitPush", "AbortPush", "GetPush"}

@@ -1,0 +1,265 @@
+"""The last applies of this host's engines, however they ended, also of servers before this one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
+
+from weightsync import clock
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import replies
+from weightsync_server.engine.refusals import duration
+from weightsync_server.ops import durable_files
+from weightsync_server.ops.tasks import in_thread, start_task
+
+logger = logging.getLogger(__name__)
+
+#: Who asks where the server acts by itself.
+SERVER = "server"
+#: How many are remembered where no setting says so.
+DEFAULT_LIMIT = 1000
+#: Bytes of one record, and characters of a sentence in it.
+_MAX_RECORD, _MAX_SENTENCE = 16 << 10, 2000
+_FAILED = {Reason.APPLY_RESTORED: pb.APPLY_RESULT_RESTORED}
+_FENCED = {Reason.ENGINE_FENCED: pb.APPLY_RESULT_FENCED}
+#: What an error tells of that was not refused before anything was done.
+_BEGUN = frozenset({"apply_id", "fleet_apply"})
+#: What changes nothing: a caller may ask for it again and again.
+_NOTHING_DONE = frozenset(
+    {pb.APPLY_RESULT_ALREADY_LIVE, pb.APPLY_RESULT_PLANNED, pb.APPLY_RESULT_REFUSED}
+)
+_RESULTS = {
+    pb.APPLY_OUTCOME_APPLIED: pb.APPLY_RESULT_APPLIED,
+    pb.APPLY_OUTCOME_ALREADY_LIVE: pb.APPLY_RESULT_ALREADY_LIVE,
+    pb.APPLY_OUTCOME_PLANNED: pb.APPLY_RESULT_PLANNED,
+}
+
+
+class ApplyHistory:
+    """Remembers at most `limit` applies, the oldest of which go first.
+
+    They are kept in a file from `open` on, one JSON object a line, written after the apply and
+    beside everything else: a disk that is full or slow fails and delays no apply. What it refused
+    is written with the next record. Used on the event loop only.
+    """
+
+    def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
+        self._limit = limit
+        self._path: Path | None = None
+        self._records: dict[int, pb.ApplyRecord] = {}
+        self._unwritten: list[pb.ApplyRecord] = []
+        self._writing: asyncio.Task[None] | None = None
+        #: Lines in the file; None: it is to be written anew, for it may end in half a line.
+        self._lines: int | None = None
+        self._refused = False
+
+    async def open(self, path: Path) -> None:
+        """Read what was kept at `path` and keep what comes; what is damaged there is left out."""
+        self._path = path
+        try:
+            found, self._lines = await in_thread(_read, path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.warning(
+                "%s cannot be read, so the history of applies begins anew: %s", path, error
+            )
+            return
+        if self._lines is None:
+            logger.warning("%s has damaged lines, which are left out of the history", path)
+        self._records = found
+        self._forget()
+
+    async def close(self) -> None:
+        """Return when all is written, or was refused by the disk."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+
+    def newest_first(self) -> Iterator[pb.ApplyRecord]:
+        return reversed(self._records.values())
+
+    @contextlib.contextmanager
+    def recorded(self, entry: pb.ApplyRecord) -> Iterator[None]:
+        """Remember an apply at the end of the block, which fills in what it did.
+
+        What the block raises is how the apply ended.
+        """
+        entry.time.FromNanoseconds(clock.wall_ns())
+        began = time.perf_counter()
+        try:
+            yield
+        except WeightSyncError as error:
+            note_failure(entry, error)
+            raise
+        except BaseException as error:
+            entry.result = pb.APPLY_RESULT_INTERRUPTED
+            entry.reason = f"it was interrupted ({str(error) or type(error).__name__})"
+            raise
+        finally:
+            entry.took.CopyFrom(duration(time.perf_counter() - began))
+            self.add(entry)
+
+    def add(self, entry: pb.ApplyRecord) -> None:
+        """Remember an apply that has ended; nobody changes the record from then on."""
+        kept = _bounded(entry)
+        last = next(self.newest_first(), None)
+        kept.times = 1
+        kept.number = last.number + 1 if last is not None else 1
+        if last is not None and _repeats(kept, last):
+            kept.number, kept.times = last.number, last.times + 1
+        self._records[kept.number] = kept
+        self._forget()
+        if self._path is None:
+            return
+        self._unwritten.append(kept)
+        if self._writing is None or self._writing.done():
+            self._writing = start_task(self._write(self._path))
+
+    def _forget(self) -> None:
+        while len(self._records) > self._limit:
+            del self._records[next(iter(self._records))]
+
+    async def _write(self, path: Path) -> None:
+        while self._unwritten:
+            records, self._unwritten = self._unwritten, []
+            lines, self._lines = self._lines, None
+            try:
+                if lines is None or lines + len(records) > 2 * self._limit:
+                    records = list(self._records.values())
+                    self._unwritten, lines = [], 0
+                    await in_thread(_rewrite, path, records)
+                else:
+                    await in_thread(_append, path, records)
+            except OSError as error:
+                if not self._refused:
+                    logger.warning(
+                        "the history of applies is not written to %s (%s); applies go on, and it "
+                        "is written with the next one that the disk takes",
+                        path,
+                        error.strerror or error,
+                    )
+                self._refused = True
+                return
+            self._lines, self._refused = lines + len(records), False
+
+
+def note_failure(entry: pb.ApplyRecord, error: WeightSyncError) -> None:
+    """Fill in a record how an apply has failed: it was refused, unless the error is of one begun.
+
+    A result that is known already stays.
+    """
+    begun = not _BEGUN.isdisjoint(error.metadata)
+    results = _FAILED | _FENCED if begun else _FAILED
+    otherwise = pb.APPLY_RESULT_INTERRUPTED if begun else pb.APPLY_RESULT_REFUSED
+    entry.result = entry.result or results.get(error.reason, otherwise)
+    entry.reason, entry.error_reason = error.message, error.reason.value
+    entry.apply_id = entry.apply_id or error.metadata.get("apply_id", "")
+
+
+def note_reports(
+    entry: pb.ApplyRecord, reports: Mapping[str, pb.ApplyReport], absent: Mapping[str, str]
+) -> None:
+    """Fill in a record what engines have done, by name; `absent` says why others took no part."""
+    every = replies.engine_reports(reports, absent)
+    note_reply(entry, replies.combined(reports), every)
+
+
+def note_reply(
+    entry: pb.ApplyRecord, report: pb.ApplyReport, engines: list[pb.EngineReport]
+) -> None:
+    """Fill in a record what an apply has done: the report of all, and that of each engine."""
+    entry.result = _RESULTS[report.outcome]
+    entry.apply_id, entry.version = report.apply_id, report.version
+    entry.previous_version = report.previous_version
+    entry.engines.extend(engines)
+    if entry.result != pb.APPLY_RESULT_APPLIED:
+        return
+    entry.content_digest = report.content_digest
+    entry.written_bytes, entry.strategy = report.written_bytes, report.strategy
+    entry.phases.CopyFrom(report.phases)
+    entry.pause.CopyFrom(report.pause)
+    ranks = [(one.engine, rank) for one in engines for rank in one.report.ranks]
+    if ranks:
+        engine, rank = max(ranks, key=lambda one: _written_ns(one[1]))
+        slowest = pb.SlowestRank(
+            engine=engine, rank=rank.rank, commit=rank.commit, verify=rank.verify
+        )
+        entry.slowest.CopyFrom(slowest)
+
+
+def _written_ns(rank: pb.RankResult) -> int:
+    return rank.commit.ToNanoseconds() + rank.verify.ToNanoseconds()
+
+
+def _bounded(entry: pb.ApplyRecord) -> pb.ApplyRecord:
+    kept = pb.ApplyRecord()
+    kept.CopyFrom(entry)
+    kept.reason = kept.reason[:_MAX_SENTENCE]
+    if kept.ByteSize() > _MAX_RECORD:
+        for engine in kept.engines:
+            del engine.report.ranks[:]
+    if kept.ByteSize() > _MAX_RECORD:
+        del kept.engines[:]
+    return kept
+
+
+def _repeats(entry: pb.ApplyRecord, last: pb.ApplyRecord) -> bool:
+    """Return whether a caller was answered what it was answered just before, without any change."""
+    return entry.result in _NOTHING_DONE and _answer(entry) == _answer(last)
+
+
+def _answer(entry: pb.ApplyRecord) -> tuple[object, ...]:
+    whose = entry.kind, entry.requested_by, entry.engine
+    return *whose, entry.version, entry.result, entry.reason
+
+
+def _read(path: Path) -> tuple[dict[int, pb.ApplyRecord], int | None]:
+    """Return records by number, and how many lines there are; None: some are damaged."""
+    found: dict[int, pb.ApplyRecord] = {}
+    lines, whole = 0, True
+    with path.open("rb") as file:
+        for line in file:
+            lines += 1
+            try:
+                entry = Parse(line, pb.ApplyRecord(), ignore_unknown_fields=True)
+            except (ParseError, ValueError):
+                whole = False
+                continue
+            whole = whole and line.endswith(b"\n") and entry.number > 0
+            # One that repeats the last has its number, and takes its place.
+            found[entry.number] = entry
+    return dict(sorted(found.items())), lines if whole else None
+
+
+def _encode(records: list[pb.ApplyRecord]) -> bytes:
+    lines = (MessageToJson(one, preserving_proto_field_name=True, indent=None) for one in records)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _append(path: Path, records: list[pb.ApplyRecord]) -> None:
+    # Not flushed to the disk: a record is lost only if the host loses its power.
+    fd = durable_files.append(path)
+    try:
+        durable_files.write(fd, _encode(records))
+    finally:
+        os.close(fd)
+
+
+def _rewrite(path: Path, records: list[pb.ApplyRecord]) -> None:
+    fresh = path.with_suffix(".new")
+    durable_files.unlink(fresh)
+    fd = durable_files.create(fresh)
+    try:
+        durable_files.write(fd, _encode(records))
+        durable_files.fsync(fd)
+    finally:
+        os.close(fd)
+    durable_files.rename(fresh, path)
