@@ -20,7 +20,7 @@ from tests.support.fleet_registers import place_of
 from tests.support.fleet_servers import FleetServers, live, push
 from tests.support.following import until
 from weightsync.errors import Reason
-from weightsync_client import AsyncClient, Client, ClientError, FleetOrder
+from weightsync_client import ApplyKind, AsyncClient, Client, ClientError, FleetOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,6 +100,11 @@ def test_barrier_rolling_and_rollback(fleet: FleetServers, tmp_path: Path) -> No
         assert [one.name for one in report.members] == list(fleet.names)
         assert all(one.done for one in report.members)
         assert {live(client) for client in clients.values()} == {second}
+        for name, client in clients.items():
+            kinds = {one.kind: one for one in client.applies() if one.version == second}
+            assert kinds[ApplyKind.MEMBER].requested_by.startswith("fleet ")
+            assert kinds[ApplyKind.MEMBER].fleet_apply == report.apply
+            assert (ApplyKind.FLEET_APPLY in kinds) is (name == "b"), "the one that was called"
         # The key is one call's in the whole fleet.
         assert clients["c"].fleet_apply(second, order="barrier", idempotency_key="k") == report
         with pytest.raises(ClientError, match="use `weightsync fleet rollback`") as caught:

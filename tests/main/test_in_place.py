@@ -25,7 +25,15 @@ from tests.support.late_writers import WAYS, late_writer, second_job
 from tests.support.scraped import scraped
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
-from weightsync_client import Client, ClientError, InvalidError, LiveCheck, ShardedTensor
+from weightsync_client import (
+    ApplyKind,
+    ApplyResult,
+    Client,
+    ClientError,
+    InvalidError,
+    LiveCheck,
+    ShardedTensor,
+)
 from weightsync_client.attach.transaction import TransactionCall
 
 if TYPE_CHECKING:
@@ -204,6 +212,12 @@ def test_what_was_written_is_a_version_like_any_other(site: _Site) -> None:
         assert metric("weightsync_in_place_total", outcome="restored") == restored
         line = f'"method": "WriteInPlace", "model": "default", "version": {site.first + 2}, '
         _until(lambda: line in site.log)
+        last = client.applies(1)[0]
+        assert (last.kind, last.result) == (ApplyKind.IN_PLACE, ApplyResult.APPLIED)
+        assert (last.previous_version, last.version) == (site.first + 1, site.first + 2)
+        assert last.apply_id == transaction.id
+        assert last.phases is not None
+        assert last.phases.paused_total_s > 0
         client.rollback()
         assert torch.equal(attached.read("b"), _tensors(1)["b"] + 10)
         attached.check()
@@ -230,6 +244,11 @@ def test_an_error_in_the_block_takes_it_back(site: _Site) -> None:
         with attached.transaction():
             _add(attached, 10)
         assert metric(outcome="restored") == restored + 1
+    with site.client() as client:
+        kept, taken_back = (one for one in client.applies(2))
+    assert (kept.result, taken_back.result) == (ApplyResult.APPLIED, ApplyResult.RESTORED)
+    assert (taken_back.previous_version, taken_back.engine) == (site.first, "memory")
+    assert "the trainer has taken it back" in taken_back.reason
     assert site.recover() == site.first + 1
 
 

@@ -26,6 +26,7 @@ from weightsync_client.cli.main import app
 from weightsync_server.extensions.trainer.training import TrainVerbs
 from weightsync_server.extensions.vllm_verbs import VllmVerbs
 from weightsync_server.flags import Flags
+from weightsync_server.http.read_verbs import ReadVerbs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -141,7 +142,10 @@ def _field(field: FieldDescriptor) -> str:
 
 def _paths() -> dict[str, str]:
     calls = cast("Any", None)
-    verbs = VllmVerbs(calls, "default", ()).verbs | TrainVerbs(calls, "default").verbs
+    others = VllmVerbs(calls, "default", ()), TrainVerbs(calls, "default")
+    verbs = dict(ReadVerbs(calls, "default").verbs)
+    for each in others:
+        verbs |= each.verbs
     return {path: verb.method for path, verb in sorted(verbs.items())}
 
 

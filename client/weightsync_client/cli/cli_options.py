@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -207,3 +208,26 @@ def exit_code(error: ClientError) -> ExitCode:
     if error.reason in _DATA_REASONS:
         return ExitCode.DATA
     return _CODES[type(error)]
+
+
+# Remedies of the server, which knows calls and fields of the protocol, and of the client, which
+# knows Python, as this command does them.
+_COMMANDS = {
+    "unpin it first": "unpin it first with `weightsync pin --undo`",
+    "set clear_rejected to": "give --clear-rejected to",
+    "delete it with force": "delete it with --force",
+    r"call acquire_epoch\(\)(?: \(`weightsync epoch`\))?": "run `weightsync epoch`",
+    r"give epoch=(\d+)": r"give --epoch \1",
+    r"without dtype='(\w+)'": r"without --dtype \1",
+    "without check_finite": "without --check-finite",
+    "with base=": "with --keep",
+    r"give pause\.wait_timeout": "give --wait-timeout",
+    "use order ROLLING": "use --order rolling",
+}
+
+
+def as_commands(message: str) -> str:
+    """Return a message with its remedies as commands do them."""
+    for words, command in _COMMANDS.items():
+        message = re.sub(words, command, message)
+    return message

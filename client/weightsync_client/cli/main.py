@@ -23,7 +23,14 @@ from weightsync_client.cli import (
     version_commands,
     weight_commands,
 )
-from weightsync_client.cli.cli_options import MEANINGS, ExitCode, echo, escaped, exit_code
+from weightsync_client.cli.cli_options import (
+    MEANINGS,
+    ExitCode,
+    as_commands,
+    echo,
+    escaped,
+    exit_code,
+)
 from weightsync_client.errors import CALLS, ClientError
 
 logger = logging.getLogger(__name__)
@@ -31,20 +38,6 @@ logger = logging.getLogger(__name__)
 _TABLE = "\n".join(f"{code:>5}  {meaning}" for code, meaning in MEANINGS.items())
 _ACCESS = "\n".join(f"  {variable:<22} {what}" for variable, (_, what) in VARIABLES.items())
 
-# Remedies of the server, which knows calls and fields of the protocol, and of the client, which
-# knows Python, as this command does them.
-_COMMANDS = {
-    "unpin it first": "unpin it first with `weightsync pin --undo`",
-    "set clear_rejected to": "give --clear-rejected to",
-    "delete it with force": "delete it with --force",
-    r"call acquire_epoch\(\)(?: \(`weightsync epoch`\))?": "run `weightsync epoch`",
-    r"give epoch=(\d+)": r"give --epoch \1",
-    r"without dtype='(\w+)'": r"without --dtype \1",
-    "without check_finite": "without --check-finite",
-    "with base=": "with --keep",
-    r"give pause\.wait_timeout": "give --wait-timeout",
-    "use order ROLLING": "use --order rolling",
-}
 _CALLS = {call: command for call, (_, command) in CALLS.items() if command}
 #: By its name, or by the path that servers know it by.
 _CALL = re.compile(rf"(?:/[\w.]+/)?\b({'|'.join(_CALLS)})\b")
@@ -111,14 +104,8 @@ def _root(
             os.environ[variable] = value
 
 
-def _as_commands(message: str) -> str:
-    for words, command in _COMMANDS.items():
-        message = re.sub(words, command, message)
-    return message
-
-
 def _plain(message: str) -> str:
-    return _CALL.sub(lambda found: f"`weightsync {_CALLS[found[1]]}`", _as_commands(message))
+    return _CALL.sub(lambda found: f"`weightsync {_CALLS[found[1]]}`", as_commands(message))
 
 
 def _fail(code: ExitCode, sentence: str) -> ExitCode:
@@ -139,7 +126,7 @@ class _LineFormatter(logging.Formatter):
     """Makes one line of a record, also of one with an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = _as_commands(record.getMessage())
+        message = as_commands(record.getMessage())
         if record.exc_info and (error := record.exc_info[1]) is not None:
             message = f"{message} ({type(error).__name__}: {error})"
         return f"weightsync: {escaped(message, sys.stderr.encoding)}"

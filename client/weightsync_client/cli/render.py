@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from weightsync_client import types
-from weightsync_client.cli.cli_options import echo
+from weightsync_client.cli.cli_options import as_commands, echo
 from weightsync_client.push_reasons import TransferPath
 
 #: Characters of a version's metadata on a line.
@@ -240,7 +240,7 @@ def _apply_row(record: types.ApplyRecord) -> tuple[str, ...]:
         record.strategy.value if done else "-",
         f"{slowest.rank} of {slowest.engine}, {_ms(slowest)}" if slowest else "-",
         record.requested_by,
-        record.reason or record.cause,
+        as_commands(record.reason or record.cause),
     )
 
 
@@ -324,11 +324,12 @@ def _versions(model: types.ModelStatus) -> None:
         f"{newest}{_since(model.newest_age_s)}, rollback to {back}"
     )
     if model.newest_not_live:
-        echo(f"  version {newest} is not live: {model.newest_not_live}")
+        echo(f"  version {newest} is not live: {as_commands(model.newest_not_live)}")
     if (last := model.last_apply) is not None:
         when = f" at {last.time:%Y-%m-%d %H:%M:%S} UTC" if last.time else ""
         paused = f", paused {last.phases.paused_total_s * 1e3:.1f} ms" if last.phases else ""
-        why = f" ({last.reason or last.cause})" if last.reason or last.cause else ""
+        why = as_commands(last.reason or last.cause)
+        why = f" ({why})" if why else ""
         echo(
             f"  last {last.kind.replace('_', ' ')}{when} by {last.requested_by}: version "
             f"{last.previous_version or '?'} -> {last.version or '?'} {_result(last)}{paused}{why}"

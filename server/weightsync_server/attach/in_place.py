@@ -38,6 +38,7 @@ from weightsync_server.attach.attachments import (
     check_attachable,
     hand_out,
 )
+from weightsync_server.auth.caller import for_people
 from weightsync_server.catalog.in_place_push import InPlacePush
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import EngineApplier, EngineContext, replies
@@ -633,7 +634,8 @@ class InPlaceCalls:
         context, blocks = self._context, self._blocks
         work = InPlace(applier, context, blocks, order, line, attachment, self._give_up)
         with about(engine=applier.name, apply_id=work.id):
-            task = asyncio.create_task(self._recorded(work, applier.name, order), name=work.id)
+            recorded = self._recorded(work, applier.name, order)
+            task = asyncio.create_task(recorded, name=f"in place {work.id}")
         self._running.add(task)
         task.add_done_callback(self._ended)
         task.add_done_callback(lambda _: line.end())
@@ -650,7 +652,7 @@ class InPlaceCalls:
     ) -> weightsync_pb2.ApplyReport:
         entry = weightsync_pb2.ApplyRecord(
             kind=weightsync_pb2.APPLY_KIND_IN_PLACE,
-            requested_by=order.who,
+            requested_by=for_people(order.who),
             previous_version=order.base,
             engine=engine,
         )

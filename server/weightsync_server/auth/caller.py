@@ -103,5 +103,10 @@ def host_of(peer: str) -> str:
     return peer if peer.startswith("unix:") else peer.rpartition(":")[0]
 
 
+def for_people(name: str) -> str:
+    """Return what people call the caller of a name: on a unix socket it has none of its own."""
+    return name if name != "unix:" else "unix socket"
+
+
 def denied(sentence: str) -> WeightSyncError:
     return WeightSyncError(Reason.PERMISSION_DENIED, sentence)

@@ -28,6 +28,8 @@ SERVER = "server"
 DEFAULT_LIMIT = 1000
 #: Bytes of one record, and characters of a sentence in it.
 _MAX_RECORD, _MAX_SENTENCE = 16 << 10, 2000
+#: No server records so many.
+_MAX_NUMBER = 1 << 53
 _FAILED = {Reason.APPLY_RESTORED: pb.APPLY_RESULT_RESTORED}
 _FENCED = {Reason.ENGINE_FENCED: pb.APPLY_RESULT_FENCED}
 #: What an error tells of that was not refused before anything was done.
@@ -228,15 +230,22 @@ def _read(path: Path) -> tuple[dict[int, pb.ApplyRecord], int | None]:
     with path.open("rb") as file:
         for line in file:
             lines += 1
-            try:
-                entry = Parse(line, pb.ApplyRecord(), ignore_unknown_fields=True)
-            except (ParseError, ValueError):
+            entry = _decode(line)
+            if entry is None:
                 whole = False
-                continue
-            whole = whole and line.endswith(b"\n") and entry.number > 0
-            # One that repeats the last has its number, and takes its place.
-            found[entry.number] = entry
+            else:
+                # One that repeats the last has its number, and takes its place.
+                found[entry.number] = entry
     return dict(sorted(found.items())), lines if whole else None
+
+
+def _decode(line: bytes) -> pb.ApplyRecord | None:
+    try:
+        entry = Parse(line, pb.ApplyRecord(), ignore_unknown_fields=True)
+    except (ParseError, ValueError, RecursionError):
+        return None
+    whole = line.endswith(b"\n") and 0 < entry.number < _MAX_NUMBER
+    return entry if whole else None
 
 
 def _encode(records: list[pb.ApplyRecord]) -> bytes:

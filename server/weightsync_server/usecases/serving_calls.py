@@ -5,6 +5,7 @@ from __future__ import annotations
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth import Caller
+from weightsync_server.auth.caller import for_people
 from weightsync_server.fleet_host.fleet_service import FleetService
 from weightsync_server.usecases.core import ServerCore
 from weightsync_server.usecases.version_calls import page_number
@@ -18,8 +19,8 @@ async def apply_version(
 ) -> pb.ApplyVersionResponse:
     core.check_model(request.model)
     if _for_fleet(request.scope):
-        return await _fleet(core).apply(request, caller.name)
-    return await core.engines.applier.apply(request, who=caller.name)
+        return await _fleet(core).apply(request, for_people(caller.name))
+    return await core.engines.applier.apply(request, who=for_people(caller.name))
 
 
 async def rollback(
@@ -27,8 +28,8 @@ async def rollback(
 ) -> pb.RollbackResponse:
     core.check_model(request.model)
     if _for_fleet(request.scope):
-        return await _fleet(core).rollback(request, caller.name)
-    return await core.engines.applier.rollback(request, who=caller.name)
+        return await _fleet(core).rollback(request, for_people(caller.name))
+    return await core.engines.applier.rollback(request, who=for_people(caller.name))
 
 
 async def verify_version(

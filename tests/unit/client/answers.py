@@ -136,6 +136,7 @@ class Answers(pb_grpc.WeightSyncServicer):
         self.data_endpoints: list[str] = []
         self.models = ["policy"]
         self.engines: list[pb.EngineReport] = []
+        self.applies: list[pb.ApplyRecord] = []
         self.live = 0
         self.epoch = 0
         #: What the engine holds: dtype and shape by name; None: as of an older server.
@@ -312,6 +313,17 @@ class Answers(pb_grpc.WeightSyncServicer):
         self.note("VerifyVersion", request, context)
         version = request.version or self.live
         return pb.VerifyVersionResponse(verified=version == self.live, version=version)
+
+    def ListApplies(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
+        self.note("ListApplies", request, context)
+        below = int(request.page_token or len(self.applies) + 1)
+        found = [one for one in reversed(self.applies) if one.number < below]
+        if request.version:
+            found = [one for one in found if one.version == request.version]
+        # Pages of two at most.
+        size = min(request.page_size or 2, 2)
+        more = str(found[size - 1].number) if len(found) > size else ""
+        return pb.ListAppliesResponse(applies=found[:size], next_page_token=more)
 
     def GetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         self.note("GetStatus", request, context)

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
     AbortedError,
     AsyncClient,
@@ -66,6 +67,8 @@ async def test_push_and_calls(aio: AsyncClient, servicer: Any, tmp_path: Path) -
     assert (await aio.pin(1)).pinned
     assert await aio.acquire_epoch() == 1
     assert (await aio.status()).fetchers == 2
+    servicer.applies = [pb.ApplyRecord(number=number) for number in (1, 2, 3)]
+    assert [one.number for one in await aio.applies(0)] == [3, 2, 1]
     assert len((await aio.pull(tmp_path / "out", 1)).files) == 3
     names = [t.name async for t in aio.tensors(1)]
     assert names == [f"t{i}" for i in range(5)]

@@ -43,10 +43,13 @@ from weightsync_client.source.tensors import Scratch
 PUBLIC = [
     "AbortedError",
     "Access",
+    "ApplyKind",
     "ApplyOptions",
     "ApplyOutcome",
     "ApplyPlan",
+    "ApplyRecord",
     "ApplyReport",
+    "ApplyResult",
     "ApplyStrategy",
     "AsyncClient",
     "AsyncPushHandle",
@@ -105,6 +108,7 @@ PUBLIC = [
     "Serving",
     "ShardedTensor",
     "SlotStatus",
+    "SlowestRank",
     "Status",
     "Streamed",
     "TensorInfo",
@@ -290,6 +294,18 @@ def test_versions_follow_pages(client: Client, servicer: Any) -> None:
     assert versions[0].durability is Durability.COMMITTED
     assert versions[0].commit_time == dt.datetime(2025, 6, 15, 15, 6, 40, tzinfo=dt.UTC)
     assert client.get_version().version == 3
+
+
+def test_applies_follow_pages(client: Client, servicer: Any) -> None:
+    servicer.applies = [pb.ApplyRecord(number=n, version=n % 2) for n in range(1, 6)]
+    assert [one.number for one in client.applies(0)] == [5, 4, 3, 2, 1]
+    assert servicer.calls.count("ListApplies") == 3
+    assert [one.number for one in client.applies(3)] == [5, 4, 3]
+    assert [one.page_size for one in servicer.requests[-2:]] == [3, 1]
+    assert [one.number for one in client.applies(version=1)] == [5, 3, 1]
+    assert client.applies()[0].time is None
+    with pytest.raises(InvalidError, match="last"):
+        client.applies(-1)
 
 
 def test_status(client: Client) -> None:

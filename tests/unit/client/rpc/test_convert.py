@@ -19,6 +19,7 @@ _PAIRS = (
     (types.Verification, pb.VerifyVersionResponse),
     (types.ApplyReport, pb.ApplyReport),
     (types.EngineReport, pb.EngineReport),
+    (types.ApplyRecord, pb.ApplyRecord),
     (types.Status, pb.GetStatusResponse),
     (types.ModelStatus, pb.ModelStatus),
     (types.EngineStatus, pb.EngineStatus),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,8 +25,11 @@ async def test_an_engine_that_comes_late_is_found(tmp_path: Path) -> None:
     engine.before["health"] = _away
     async with plant(tmp_path, engine) as it:
         status = await it.until(pb.ENGINE_STATE_AWAY)
-        await until(lambda: it.keeper.status().reason == "nobody listens")
+        await until(lambda: it.keeper.status().reason.startswith("nobody listens"))
         assert status.engine_id == ""
+        status = it.keeper.status()
+        assert status.reason == "nobody listens; it has not answered since this server started"
+        assert not status.HasField("last_seen")
         assert it.count("weightsync_engine_up") == 0
         with pytest.raises(WeightSyncError, match="nobody listens") as caught:
             await it.apply(1)
@@ -55,7 +60,8 @@ async def test_an_engine_that_goes_away_and_comes_back(it: Plant) -> None:
 async def test_a_dead_engine_is_away_until_it_is_another(it: Plant) -> None:
     it.engine._condition, it.engine._reason = EngineState.DEAD, "EngineCore died"
     status = await it.until(pb.ENGINE_STATE_AWAY)
-    assert status.reason == "EngineCore died"
+    assert re.fullmatch(r"EngineCore died; it last answered at [-0-9]+ [:0-9]+ UTC", status.reason)
+    assert abs(status.last_seen.ToSeconds() - time.time()) < 60
     it.engine.restart(tensors(1))
     await it.ready()
 
