@@ -103,7 +103,7 @@ class ApplyHistory:
             raise
         except BaseException as error:
             entry.result = pb.APPLY_RESULT_INTERRUPTED
-            entry.reason = f"it was interrupted ({str(error) or type(error).__name__})"
+            entry.reason = _sentence(f"it was interrupted ({str(error) or type(error).__name__})")
             raise
         finally:
             entry.took.CopyFrom(duration(time.perf_counter() - began))
@@ -162,7 +162,7 @@ def note_failure(entry: pb.ApplyRecord, error: WeightSyncError) -> None:
     results = _FAILED | _FENCED if begun else _FAILED
     otherwise = pb.APPLY_RESULT_INTERRUPTED if begun else pb.APPLY_RESULT_REFUSED
     entry.result = entry.result or results.get(error.reason, otherwise)
-    entry.reason, entry.error_reason = error.message, error.reason.value
+    entry.reason, entry.error_reason = _sentence(error.message), error.reason.value
     entry.apply_id = entry.apply_id or error.metadata.get("apply_id", "")
 
 
@@ -197,6 +197,11 @@ def note_reply(
         entry.slowest.CopyFrom(slowest)
 
 
+def _sentence(text: str) -> str:
+    # A path may hold bytes that are no text, which no message can carry.
+    return text.encode(errors="replace").decode()[:_MAX_SENTENCE]
+
+
 def _written_ns(rank: pb.RankResult) -> int:
     return rank.commit.ToNanoseconds() + rank.verify.ToNanoseconds()
 
@@ -204,7 +209,6 @@ def _written_ns(rank: pb.RankResult) -> int:
 def _bounded(entry: pb.ApplyRecord) -> pb.ApplyRecord:
     kept = pb.ApplyRecord()
     kept.CopyFrom(entry)
-    kept.reason = kept.reason[:_MAX_SENTENCE]
     if kept.ByteSize() > _MAX_RECORD:
         for engine in kept.engines:
             del engine.report.ranks[:]

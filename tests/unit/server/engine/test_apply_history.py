@@ -156,13 +156,21 @@ async def test_a_record_is_bounded() -> None:
         ranks=[pb.RankResult(rank=f"0/0/{n}", error="x" * 90) for n in range(500)]
     )
     entry = _applied(1)
-    entry.reason = "y" * 10_000
     entry.engines.append(pb.EngineReport(engine="e", report=report))
     history.add(entry)
     (kept,) = history.newest_first()
     assert kept.ByteSize() < 16 << 10
     assert (kept.engines[0].engine, len(kept.engines[0].report.ranks)) == ("e", 0)
     assert len(entry.engines[0].report.ranks) == 500, "the answer to the caller is another matter"
+
+
+async def test_any_sentence_can_be_recorded() -> None:
+    history = ApplyHistory()
+    with pytest.raises(WeightSyncError), history.recorded(pb.ApplyRecord()):
+        raise WeightSyncError(Reason.REQUEST_INVALID, "no folder \udcff" + "y" * 10_000)
+    (kept,) = history.newest_first()
+    assert kept.reason.startswith("no folder ?")
+    assert len(kept.reason) == 2000
 
 
 def _last(it: Plant) -> pb.ApplyRecord:
