@@ -328,7 +328,7 @@ def test_every_limit_is_explained_with_its_default() -> None:
     }
     prefixes = ("max_", "retain_", "push_", "reader_", "disk_", "slots", "memory_", "delta_")
     of_trainers = ("trainer_queue", "trainer_start_", "trainer_silence_", "trainer_grace_")
-    limits = (*prefixes, *of_trainers, "checkpoint_folders", "in_place_")
+    limits = (*prefixes, *of_trainers, "checkpoint_folders", "in_place_", "apply_history")
     assert set(rows) == {name for name in Flags.model_fields if name.startswith(limits)}
 
 
