@@ -319,7 +319,7 @@ class Client:
         return self._invoke(calls.verify_version(self.model, version, self._link.timeouts, engine))
 
     def applies(self, last: int = 20, *, version: int = 0) -> list[types.ApplyRecord]:
-        """List the last applies of the server's engines, newest first, whoever asked for them.
+        """List the last applies of the server's engines, newest first, with who asked for them.
 
         Args:
             last: At most this many; 0: all that the server remembers.

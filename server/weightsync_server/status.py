@@ -24,7 +24,10 @@ _SERVING = (pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING)
 
 @dataclass(frozen=True)
 class AppliesStatus:
-    """Tells what became of the last applies; `fleet` decides what is live, "": this host does."""
+    """Ages, the last apply, and why the newest version is not live.
+
+    `fleet` names the fleet that decides what is live; "": this host decides.
+    """
 
     model: Model
     history: ApplyHistory

@@ -254,7 +254,7 @@ class WeightSyncServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListApplies(self, request, context):
-        """Lists the last applies of this host's engines, newest first, whoever asked for them.
+        """Lists the last applies of this host's engines, newest first, with who asked for them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

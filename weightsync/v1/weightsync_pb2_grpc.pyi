@@ -95,7 +95,7 @@ class WeightSyncStub:
     that is not in memory needs a slot; RESOURCE_EXHAUSTED at once when none is free.
     """
     ListApplies: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ListAppliesRequest, _weightsync_pb2.ListAppliesResponse]
-    """Lists the last applies of this host's engines, newest first, whoever asked for them."""
+    """Lists the last applies of this host's engines, newest first, with who asked for them."""
     VerifyVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]
@@ -154,7 +154,7 @@ class WeightSyncAsyncStub(WeightSyncStub):
     that is not in memory needs a slot; RESOURCE_EXHAUSTED at once when none is free.
     """
     ListApplies: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ListAppliesRequest, _weightsync_pb2.ListAppliesResponse]  # type: ignore[assignment]
-    """Lists the last applies of this host's engines, newest first, whoever asked for them."""
+    """Lists the last applies of this host's engines, newest first, with who asked for them."""
     VerifyVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]  # type: ignore[assignment]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -306,7 +306,7 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.ListAppliesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.ListAppliesResponse, _abc.Awaitable[_weightsync_pb2.ListAppliesResponse]]:
-        """Lists the last applies of this host's engines, newest first, whoever asked for them."""
+        """Lists the last applies of this host's engines, newest first, with who asked for them."""
 
     @_abc_1.abstractmethod
     def VerifyVersion(

@@ -30,11 +30,9 @@ DEFAULT_LIMIT = 1000
 _MAX_RECORD, _MAX_SENTENCE = 16 << 10, 2000
 #: No server records so many.
 _MAX_NUMBER = 1 << 53
-_FAILED = {Reason.APPLY_RESTORED: pb.APPLY_RESULT_RESTORED}
-_FENCED = {Reason.ENGINE_FENCED: pb.APPLY_RESULT_FENCED}
-#: What an error tells of that was not refused before anything was done.
+#: Metadata of errors of applies that had begun.
 _BEGUN = frozenset({"apply_id", "fleet_apply"})
-#: What changes nothing: a caller may ask for it again and again.
+#: What changes nothing, and is merged when a caller repeats it.
 _NOTHING_DONE = frozenset(
     {pb.APPLY_RESULT_ALREADY_LIVE, pb.APPLY_RESULT_PLANNED, pb.APPLY_RESULT_REFUSED}
 )
@@ -64,7 +62,7 @@ class ApplyHistory:
         self._refused = False
 
     async def open(self, path: Path) -> None:
-        """Read what was kept at `path` and keep what comes; what is damaged there is left out."""
+        """Read the records at `path` and write new ones there; damaged lines are left out."""
         self._path = path
         try:
             found, self._lines = await in_thread(_read, path)
@@ -110,7 +108,7 @@ class ApplyHistory:
             self.add(entry)
 
     def add(self, entry: pb.ApplyRecord) -> None:
-        """Remember an apply that has ended; nobody changes the record from then on."""
+        """Remember a copy of the record of an apply that has ended."""
         kept = _bounded(entry)
         last = next(self.newest_first(), None)
         kept.times = 1
@@ -158,12 +156,19 @@ def note_failure(entry: pb.ApplyRecord, error: WeightSyncError) -> None:
 
     A result that is known already stays.
     """
-    begun = not _BEGUN.isdisjoint(error.metadata)
-    results = _FAILED | _FENCED if begun else _FAILED
-    otherwise = pb.APPLY_RESULT_INTERRUPTED if begun else pb.APPLY_RESULT_REFUSED
-    entry.result = entry.result or results.get(error.reason, otherwise)
+    if not entry.result:
+        entry.result = _failure(error)
     entry.reason, entry.error_reason = _sentence(error.message), error.reason.value
     entry.apply_id = entry.apply_id or error.metadata.get("apply_id", "")
+
+
+def _failure(error: WeightSyncError) -> pb.ApplyResult.ValueType:
+    if error.reason is Reason.APPLY_RESTORED:
+        return pb.APPLY_RESULT_RESTORED
+    if _BEGUN.isdisjoint(error.metadata):
+        return pb.APPLY_RESULT_REFUSED
+    fenced = error.reason is Reason.ENGINE_FENCED
+    return pb.APPLY_RESULT_FENCED if fenced else pb.APPLY_RESULT_INTERRUPTED
 
 
 def note_reports(

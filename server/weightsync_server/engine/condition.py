@@ -60,7 +60,9 @@ class EngineCondition:
         """Why the ranks are to be asked what they hold."""
         if self.state != pb.ENGINE_STATE_AWAY:
             return self.reason
-        return "the engine came back" if self._seen_ns else "this server connected to the engine"
+        return (
+            "the engine answered again" if self._seen_ns else "this server connected to the engine"
+        )
 
     def begin_proof(self) -> None:
         engine_id = self.info.engine_id if self.info is not None else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 from typing import TYPE_CHECKING
@@ -162,6 +163,35 @@ async def test_a_record_is_bounded() -> None:
     assert kept.ByteSize() < 16 << 10
     assert (kept.engines[0].engine, len(kept.engines[0].report.ranks)) == ("e", 0)
     assert len(entry.engines[0].report.ranks) == 500, "the answer to the caller is another matter"
+
+
+@pytest.mark.parametrize(
+    ("reason", "begun", "result"),
+    [
+        (Reason.APPLY_RESTORED, True, pb.APPLY_RESULT_RESTORED),
+        (Reason.ENGINE_FENCED, True, pb.APPLY_RESULT_FENCED),
+        (Reason.ENGINE_FENCED, False, pb.APPLY_RESULT_REFUSED),
+        (Reason.ENGINE_AWAY, True, pb.APPLY_RESULT_INTERRUPTED),
+        (Reason.ENGINE_AWAY, False, pb.APPLY_RESULT_REFUSED),
+    ],
+)
+async def test_how_it_ended_depends_on_whether_it_had_begun(
+    reason: Reason, begun: bool, result: int
+) -> None:
+    history, facts = ApplyHistory(), {"apply_id": "a1"} if begun else {}
+    with pytest.raises(WeightSyncError), history.recorded(pb.ApplyRecord()):
+        raise WeightSyncError(reason, "it failed", metadata=facts)
+    (kept,) = history.newest_first()
+    assert (kept.result, kept.apply_id) == (result, facts.get("apply_id", ""))
+
+
+async def test_a_server_that_stops_in_an_apply_records_that() -> None:
+    history = ApplyHistory()
+    with pytest.raises(asyncio.CancelledError), history.recorded(pb.ApplyRecord()):
+        raise asyncio.CancelledError
+    (kept,) = history.newest_first()
+    assert kept.result == pb.APPLY_RESULT_INTERRUPTED
+    assert "CancelledError" in kept.reason
 
 
 async def test_any_sentence_can_be_recorded() -> None:
