@@ -65,7 +65,7 @@ class ApplyHistory:
         """Read the records at `path` and write new ones there; damaged lines are left out."""
         self._path = path
         try:
-            found, self._lines = await in_thread(_read, path)
+            found, self._lines = await in_thread(_read, path, self._limit)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -76,7 +76,6 @@ class ApplyHistory:
         if self._lines is None:
             logger.warning("%s has damaged lines, which are left out of the history", path)
         self._records = found
-        self._forget()
 
     async def close(self) -> None:
         """Return when all is written, or was refused by the disk."""
@@ -232,20 +231,21 @@ def _answer(entry: pb.ApplyRecord) -> tuple[object, ...]:
     return *whose, entry.version, entry.result, entry.reason
 
 
-def _read(path: Path) -> tuple[dict[int, pb.ApplyRecord], int | None]:
-    """Return records by number, and how many lines there are; None: some are damaged."""
+def _read(path: Path, limit: int) -> tuple[dict[int, pb.ApplyRecord], int | None]:
+    """Return the last records by number, and how many lines there are; None: some are damaged."""
     found: dict[int, pb.ApplyRecord] = {}
-    lines, whole = 0, True
-    with path.open("rb") as file:
-        for line in file:
-            lines += 1
-            entry = _decode(line)
-            if entry is None:
-                whole = False
-            else:
-                # One that repeats the last has its number, and takes its place.
-                found[entry.number] = entry
-    return dict(sorted(found.items())), lines if whole else None
+    lines, whole = path.read_bytes().splitlines(keepends=True), True
+    # From the end, for a line takes half a millisecond, and older ones do not count.
+    for line in reversed(lines):
+        if len(found) == limit:
+            break
+        entry = _decode(line)
+        if entry is None:
+            whole = False
+        else:
+            # One that repeats the last has its number, and counts in its place.
+            found.setdefault(entry.number, entry)
+    return dict(sorted(found.items())), len(lines) if whole else None
 
 
 def _decode(line: bytes) -> pb.ApplyRecord | None:

@@ -70,7 +70,7 @@ class ApplySettings:
         "first.",
         name="apply_history",
         ge=1,
-        le=100_000,
+        le=10_000,
     )
 
 
