@@ -65,6 +65,10 @@ check-generated: setup ## Fail if the committed stubs are not those of protos/
 reference: setup ## Write the pages of docs/reference that the code knows: commands, settings, calls, errors
 	$(PY) scripts/reference_pages.py
 
+.PHONY: plots
+plots: setup ## Draw the plots of docs/explain from docs/proof.json
+	$(PY) scripts/plots.py
+
 .PHONY: docs
 docs: setup ## Build the docs as a site in build/site; a broken link fails
 	$(PY) -m mkdocs build --strict
@@ -134,8 +138,9 @@ prove-merge: setup # Takes STORE over, which `make prove-gpu` wrote elsewhere
 	$(PY) -m tests.prove --merge $(STORE)
 
 .PHONY: prove-docs
-prove-docs: setup # Writes the figures of docs/proof.json into the pages
+prove-docs: setup # Writes the figures of docs/proof.json into the pages, and draws its plots
 	$(PY) -m tests.prove --docs
+	$(PY) scripts/plots.py
 
 .PHONY: prove-ages
 prove-ages: setup # Tells which code each part was run on
