@@ -62,8 +62,9 @@ check-generated: setup ## Fail if the committed stubs are not those of protos/
 	$(PY) scripts/generate.py --check
 
 .PHONY: reference
-reference: setup ## Write the pages of docs/reference that the code knows: commands, settings, calls, errors
+reference: setup ## Write the pages of docs/reference that the code knows: commands, settings, calls, errors; and docs/llms.txt
 	$(PY) scripts/reference_pages.py
+	$(PY) scripts/docs_site.py
 
 .PHONY: plots
 plots: setup ## Draw the plots of docs/explain from docs/proof.json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,11 @@ def test_the_site_is_built_and_a_broken_link_fails(tree: Path) -> None:
     # Files of the repository are named there, and not linked.
     assert "protos/" in page
     assert "../../protos" not in page
+    # What llms.txt names is there, as Markdown.
+    linked = re.findall(r"\]\(([^)]+)\)", (tree / "build/site/llms.txt").read_text())
+    assert [name for name in linked if not (tree / "build/site" / name).is_file()] == []
+    assert "glossary.md" in linked
+    assert (tree / "build/site/explain/plots/pauses.svg").is_file()
     (tree / "docs/glossary.md").write_text("# Glossary\n\n[gone](nowhere.md)\n")
     done = _build(tree)
     assert done.returncode != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,3 +62,14 @@ def test_every_page_is_in_the_index_and_in_the_navigation() -> None:
     lab = {page for page in pages if page.startswith("lab/")}
     linked = set(re.findall(r"\]\(([\w/-]+\.md)", index)) | {"index.md"}
     assert pages - linked - lab == set()
+
+
+def test_llms_txt_is_current_and_names_every_page() -> None:
+    text = (DOCS / "llms.txt").read_text()
+    assert text == runpy.run_path(str(ROOT / "scripts/docs_site.py"))["llms_txt"](), (
+        "run `make reference`"
+    )
+    assert re.match(r"# \S+\n\n> \S.*\n\n## ", text)
+    entries = re.findall(r"^- \[[^]]+\]\(([^)]+)\): [A-Z`\w].+[.]$", text, re.MULTILINE)
+    assert len(entries) == text.count("\n- ")
+    assert set(entries) == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
