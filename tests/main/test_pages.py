@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +21,8 @@ _MOST_WORDS, _MOST_IN_PARAGRAPH = 2_500, 120
 #: Pages that one looks things up in, and the notebook.
 _LONG = ("reference",)
 _README_BYTES = 9_000
+_LEAST_IN_PICTURE, _PICTURE_BYTES = 8, 60_000
+_SVG = "{http://www.w3.org/2000/svg}"
 #: What has a letter or a digit in it: the lines of a table are no words.
 _WORD = re.compile(r"\S*\w\S*")
 _pages = pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=str)
@@ -62,6 +65,22 @@ def test_every_page_is_in_the_index_and_in_the_navigation() -> None:
     lab = {page for page in pages if page.startswith("lab/")}
     linked = set(re.findall(r"\]\(([\w/-]+\.md)", index)) | {"index.md"}
     assert pages - linked - lab == set()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=str)
+def test_a_picture_is_said_in_words_and_readable_in_the_dark(page: Path) -> None:
+    for words, path in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", page.read_text()):
+        assert len(words.split()) > _LEAST_IN_PICTURE, path
+        picture = (page.parent / path).read_bytes()
+        assert len(picture) <= _PICTURE_BYTES, path
+        if path.endswith(".svg"):
+            text = picture.decode()
+            root = ET.fromstring(text)
+            assert root.find(f"{_SVG}title") is not None, path
+            assert root.find(f"{_SVG}desc") is not None, path
+            assert "@media(prefers-color-scheme:dark)" in text, path
+            # A page shows it as an image, in which neither scripts nor other files are loaded.
+            assert not re.search(r"<script|<image|@import|url\((?!#)", text), path
 
 
 def test_llms_txt_is_current_and_names_every_page() -> None:

@@ -27,11 +27,9 @@ def test_a_plot_is_current(path: Path) -> None:
 def test_a_plot_says_in_words_what_it_shows(path: Path) -> None:
     root = ET.fromstring(_DRAWN[path])
     described = root.findtext(f"{_SVG}desc") or ""
-    assert root.findtext(f"{_SVG}title")
     shown = [text.text or "" for text in root.iter(f"{_SVG}text")]
     bars = [text for text in shown if text in described]
     assert len(bars) > len([1 for rect in root.iter(f"{_SVG}rect") if rect.get("height") == "17"])
-    assert "prefers-color-scheme:dark" in (root.findtext(f"{_SVG}style") or "")
 
 
 @pytest.mark.parametrize("path", _DRAWN, ids=lambda path: path.stem)
@@ -54,8 +52,6 @@ def test_the_longest_bar_of_a_group_has_the_greatest_value(path: Path) -> None:
         assert max(found) <= 1.02 * min(found)
 
 
-def test_the_page_shows_each_plot_with_words_for_it() -> None:
+def test_the_page_shows_each_plot() -> None:
     page = (ROOT / "docs/explain/performance.md").read_text()
-    for path in _DRAWN:
-        _, _, before = page.partition(f"](plots/{path.name})")[0].rpartition("![")
-        assert len(before.split()) > 8, f"give {path.name} a text that says what it shows"
+    assert [path for path in _DRAWN if f"](plots/{path.name})" not in page] == []
