@@ -151,6 +151,10 @@ prove-ages: setup # Tells which code each part was run on
 demo: setup ## Watch a model learn a sentence while it generates
 	$(PY) -m examples.demo
 
+.PHONY: demo-recording
+demo-recording: setup # Runs the demo, and draws what it prints in docs/assets/demo.svg
+	$(PY) scripts/demo_recording.py
+
 .PHONY: demo-fleet
 demo-fleet: setup ## Watch a fleet take each version together while one of its hosts dies and returns
 	$(PY) -m examples.fleet_demo
