@@ -1,4 +1,4 @@
-"""The drawing of a recorded demo shows its lines, each in its time."""
+"""The drawing of the demo is what its record gives, line by line and in time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_CAST = ROOT / "docs/assets/demo.cast"
 _SCRIPT = runpy.run_path(str(ROOT / "scripts/demo_recording.py"))
 draw = _SCRIPT["draw"]
 _FASTER, _LONGEST_S, _END_S = (_SCRIPT[name] for name in ("_FASTER", "_LONGEST_S", "_END_S"))
@@ -25,6 +26,18 @@ def _cast(*lines: tuple[float, str]) -> str:
 def _moves(drawn: str) -> list[tuple[float, int]]:
     found = re.findall(r"([\d.]+)%{transform:translateY\((-?\d+)px\)}", drawn)
     return [(float(at), int(y)) for at, y in found]
+
+
+def test_the_drawing_is_that_of_the_record() -> None:
+    drawn = _CAST.with_suffix(".svg").read_bytes()
+    assert drawn == draw(_CAST.read_text()).encode(), "run `scripts/demo_recording.py --draw`"
+
+
+def test_the_recorded_model_has_learned() -> None:
+    lines = [json.loads(line)[2] for line in _CAST.read_text().splitlines()[1:]]
+    assert lines[0] == "$ make demo\r\n"
+    assert lines[-1].startswith("Learned: ")
+    assert "NOT PROVED" not in "".join(lines)
 
 
 def test_lines_appear_one_after_the_other_and_long_waits_are_cut() -> None:
