@@ -43,8 +43,8 @@ def test_the_longest_bar_of_a_group_has_the_greatest_value(path: Path) -> None:
             heading = node.text or ""
         elif node.tag == f"{_SVG}text" and width:
             value = float((node.text or "").split()[0])
-            # A bar is at least one unit wide.
-            if width > 1:
+            # A bar is at least one unit wide, and tenths of a unit are rounded.
+            if width > 10:
                 scale.setdefault(heading, set()).add(width / value)
             width = 0.0
     assert scale
