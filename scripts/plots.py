@@ -188,10 +188,8 @@ def _line(proofs: Any, name: str) -> Any:
 
 
 def _source(proofs: Any, *names: str) -> str:
-    runs = dict.fromkeys(
-        f"{proofs[name]['commit'][:10]} ({proofs[name]['date']})" for name in names
-    )
-    return f"docs/proof.json: {', '.join(names)}; measured at {', '.join(runs)}"
+    runs = dict.fromkeys(f"{proofs[name]['commit'][:7]} ({proofs[name]['date']})" for name in names)
+    return f"{', '.join(names)} in docs/proof.json, at {', '.join(runs)}"
 
 
 def _svg(title: str, panels: Iterable[Panel], source: str) -> str:
@@ -230,7 +228,7 @@ def _svg(title: str, panels: Iterable[Panel], source: str) -> str:
             f'<text class="head" x="16" y="30">{escape(title)}</text>',
             *drawn,
             *key,
-            f'<text class="dim" x="16" y="{y + 22}" style="font-size:11px">{escape(source)}</text>',
+            f'<text class="dim" x="16" y="{y + 22}" style="font-size:10px">{escape(source)}</text>',
             "</svg>\n",
         ]
     )
