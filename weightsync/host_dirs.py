@@ -11,7 +11,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from weightsync.errors import invalid_request
+from weightsync.errors import WeightSyncError, invalid_request
 
 __all__ = ["make_dir", "run_dir", "state_dir"]
 
@@ -26,13 +26,13 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def run_dir(environment: Mapping[str, str] | None = None) -> Path:
     """Return the folder of the sockets that a host's server, vLLM and trainers share.
 
-    WEIGHTSYNC_RUN_DIR names it. Else it is /run/weightsync for root, and for users who can write
-    there, such as those of the systemd units and the images; else the user's own:
-    $XDG_RUNTIME_DIR/weightsync, or /tmp/weightsync-UID.
+    WEIGHTSYNC_RUN_DIR names it, from the current folder if it is relative. Else it is
+    /run/weightsync for root, and for users who can write there, such as those of the systemd units
+    and the images; else the user's own: $XDG_RUNTIME_DIR/weightsync, or /tmp/weightsync-UID.
     """
     env = os.environ if environment is None else environment
     if given := env.get("WEIGHTSYNC_RUN_DIR"):
-        return Path(given)
+        return Path(given).absolute()
     if _is_for_us(_SYSTEM_RUN):
         return _SYSTEM_RUN
     user = os.geteuid()
@@ -46,13 +46,14 @@ def run_dir(environment: Mapping[str, str] | None = None) -> Path:
 def state_dir(environment: Mapping[str, str] | None = None) -> Path:
     """Return the folder in which a server keeps its versions and its journal.
 
-    WEIGHTSYNC_STATE_DIR names it. Else it is /var/lib/weightsync for root, and for users who can
-    write there; else $XDG_STATE_HOME/weightsync, or ~/.local/state/weightsync. A user without a
-    home folder gets /var/lib/weightsync, too.
+    WEIGHTSYNC_STATE_DIR names it, from the current folder if it is relative. Else it is
+    /var/lib/weightsync for root, and for users who can write there; else
+    $XDG_STATE_HOME/weightsync, or ~/.local/state/weightsync. A user without a home folder gets
+    /var/lib/weightsync, too.
     """
     env = os.environ if environment is None else environment
     if given := env.get("WEIGHTSYNC_STATE_DIR"):
-        return Path(given)
+        return Path(given).absolute()
     if _is_for_us(_SYSTEM_STATE):
         return _SYSTEM_STATE
     folder = Path(env.get("XDG_STATE_HOME", ""))
@@ -64,23 +65,35 @@ def state_dir(environment: Mapping[str, str] | None = None) -> Path:
     return folder / _NAME
 
 
-def make_dir(folder: Path) -> None:
+def make_dir(folder: Path, variable: str = "WEIGHTSYNC_RUN_DIR") -> None:
     """Make a folder of sockets or state, open to this user alone, unless it is there already.
 
+    Args:
+        folder: The folder; those that it lies in are made, too.
+        variable: Names it in the environment; errors say so.
+
     Raises:
-        WeightSyncError: REQUEST_INVALID if it is one that this user gets by default, and another
-            user made it or can write there.
-        OSError: It cannot be made.
+        WeightSyncError: REQUEST_INVALID if it cannot be made or written, or lies in /tmp and
+            another user made it or can write there.
     """
     shared = folder in (_SYSTEM_RUN, _SYSTEM_STATE)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o755 if shared else 0o700, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755 if shared else 0o700, exist_ok=True)
+    except OSError as error:
+        raise _refused(variable, f"{folder} cannot be made ({error.strerror})") from error
     # Anyone can make a folder of this name before we do, where folders of users lie side by side.
     if folder.parent == _TEMPORARY and not _is_own(folder):
         raise invalid_request(
-            f"remove {folder}, or set WEIGHTSYNC_RUN_DIR to a folder of your own: "
-            f"{_owner(folder)} could replace the sockets in it"
+            f"remove {folder}, or set {variable} to a folder of your own: "
+            f"{_owner(folder)} could replace the files in it"
         )
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise _refused(variable, f"{folder} cannot be written by user {os.geteuid()}")
+
+
+def _refused(variable: str, why: str) -> WeightSyncError:
+    return invalid_request(f"set {variable} to a folder that you can write: {why}")
 
 
 def _is_for_us(folder: Path) -> bool:

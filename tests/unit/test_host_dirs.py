@@ -46,6 +46,24 @@ def test_variables_name_them(host: Path) -> None:
     assert (run_dir(given), state_dir(given)) == (Path("/a"), Path("/b"))
 
 
+def test_relative_ones_are_in_the_current_folder(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM takes no socket with a relative path, and trainers start elsewhere.
+    monkeypatch.chdir(host)
+    given = {"WEIGHTSYNC_RUN_DIR": "a", "WEIGHTSYNC_STATE_DIR": "b/c"}
+    assert (run_dir(given), state_dir(given)) == (host / "a", host / "b/c")
+
+
+def test_what_cannot_be_made_or_written_is_refused(host: Path) -> None:
+    (host / "file").touch()
+    (host / "closed").mkdir(mode=0o500)
+    for name in ("file", "file/a", "closed/a", "closed/a/b", "closed"):
+        with pytest.raises(WeightSyncError, match=r"^set X to a folder that you can write: ") as at:
+            make_dir(host / name, "X")
+        assert str(host / name) in at.value.message
+
+
 def test_a_user_has_folders_of_their_own(host: Path) -> None:
     session = host / "session"
     session.mkdir(mode=0o700)

@@ -107,13 +107,13 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends.
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends.
 
     It stays so when the process executes another program. A parent that has ended before this call
     is not noticed.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def connect() -> socket.socket:

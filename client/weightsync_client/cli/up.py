@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import importlib.util
 import itertools
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
 import typer
 
-from weightsync.errors import Reason
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.host_dirs import make_dir, run_dir, state_dir
-from weightsync.wire.child_channel import die_with_parent
-from weightsync_client.cli.cli_options import Address, ExitCode, echo
+from weightsync_client.cli.cli_options import Address, ExitCode, echo, escaped
 from weightsync_client.client import Client
-from weightsync_client.errors import ClientError, refuse
-from weightsync_client.options import DEFAULT_ADDRESS, Retry
+from weightsync_client.errors import DeadlineError, UnavailableError, invalid, refuse
+from weightsync_client.options import DEFAULT_ADDRESS, Retry, Timeouts
 from weightsync_client.types import EngineState, EngineStatus
 
 _VLLM = "vllm.entrypoints.openai.api_server"
@@ -36,6 +37,10 @@ _LOOK_S = 0.5
 _LINE_S = 15.0
 #: Seconds that both get to end. The server's own limit is 40.
 _END_S = 50.0
+#: Seconds for one answer of the server: an interrupt waits as long where it hangs.
+_ANSWER_S = 5.0
+#: Bytes at the end of a log that are read, and characters of them that are shown.
+_READ, _SHOWN = 1 << 18, 4000
 #: Lines of a log that are shown when its program has ended by itself, and names no error.
 _TAIL = 15
 #: An error, and what follows it where that is no record of a log: pydantic needs more lines.
@@ -58,24 +63,27 @@ def up(
 
     Settings of the server are variables, as WEIGHTSYNC_HTTP=127.0.0.1:8551 is.
     """
-    _check_installed()
-    _check_free(address)
     flags = list(vllm_flags or ())
-    kept = state_dir() if "WEIGHTSYNC_STATE_DIR" in os.environ else _kept_of(checkpoint)
-    make_dir(run_dir())
-    make_dir(kept)
+    _check_installed()
+    _check_model(checkpoint, flags)
+    _check_free(address, flags)
+    kept = state_dir() if os.environ.get("WEIGHTSYNC_STATE_DIR") else _kept_of(checkpoint)
+    _make_dirs(kept)
     environment = _environment(kept)
     with contextlib.ExitStack() as stack:
         stopped = stack.enter_context(_signals())
+        started = stack.enter_context(_outlived())
         # The server first: it is ready in a second, and says at once what is wrong with it.
         server = _Program("weightsync-server", [_SERVER, "--listen", address], environment, kept)
         vllm = _Program("vLLM", [_VLLM, "--model", checkpoint, *flags], environment, kept)
-        stack.callback(_end, [vllm, server])
+        stack.callback(_end_programs, [vllm, server], stopped)
         for program in (server, vllm):
-            program.start()
+            started(program.start())
         # Not before: processes are started while this one has a single thread. It asks often
         # enough without retries.
-        client = stack.enter_context(Client(address, retry=Retry(attempts=1)))
+        client = stack.enter_context(
+            Client(address, retry=Retry(attempts=1), timeouts=Timeouts(call_s=_ANSWER_S))
+        )
         begun = time.monotonic()
         with _Progress() as progress:
             while not stopped and not _failed([server, vllm]):
@@ -89,7 +97,9 @@ def up(
         while not stopped and not _failed([server, vllm]):
             time.sleep(_LOOK_S)
         failed = None if stopped else _failed([server, vllm])
-        echo("ending vLLM and weightsync-server", err=True)
+        # A terminal that was closed takes no more.
+        with contextlib.suppress(OSError):
+            echo("ending vLLM and weightsync-server; Ctrl-C ends them at once", err=True)
     if failed is None:
         return ExitCode.OK
     raise refuse(
@@ -100,7 +110,10 @@ def up(
 
 def _check_installed() -> None:
     for package, extra in (("weightsync_server", "server"), ("pydantic", "server"), ("vllm", "")):
-        if not any(Path(folder, package).is_dir() for folder in sys.path):
+        # Where an installation is editable, no folder of sys.path has it. A folder of this name
+        # that is no package has no origin.
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:
             what = f"'weightsync[{extra}]'" if extra else "vllm"
             raise refuse(
                 Reason.NOT_SUPPORTED,
@@ -109,8 +122,35 @@ def _check_installed() -> None:
             )
 
 
-def _check_free(address: str) -> None:
-    """Refuse an address where a server listens, whose engine would be taken for ours."""
+def _check_model(checkpoint: str, flags: Sequence[str]) -> None:
+    if not checkpoint or checkpoint.startswith("-"):
+        raise invalid("give MODEL before `--`, as in `weightsync up MODEL -- --port 8001`")
+    if _flag(flags, "--model"):
+        raise invalid(f"leave out --model: vLLM loads {checkpoint}, which stands before `--`")
+    if checkpoint.startswith(("/", ".", "~")) and not _is_file(checkpoint):
+        raise invalid(f"correct MODEL: there is no folder {checkpoint}")
+
+
+def _is_file(checkpoint: str) -> bool:
+    # Path.exists raises an error for a name that is too long.
+    return os.path.exists(checkpoint)  # noqa: PTH110
+
+
+def _check_free(address: str, flags: Sequence[str]) -> None:
+    """Refuse addresses where others listen: their server or engine would be taken for ours."""
+    engine = f"unix:{run_dir()}/engine.sock"
+    for where, what, other in (
+        (address, "weightsync-server", "give another --address"),
+        (engine, "vLLM", "set WEIGHTSYNC_RUN_DIR to another folder"),
+        (_http_address(flags), "program", "add `-- --port` with another port"),
+    ):
+        if _answers(where):
+            raise refuse(
+                Reason.ENGINE_OWNED, f"stop the {what} that listens at {where}, or {other}"
+            )
+
+
+def _answers(address: str) -> bool:
     path = address.removeprefix("unix:")
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError, ValueError):
@@ -119,15 +159,21 @@ def _check_free(address: str) -> None:
                 probe.connect(path)
         else:
             socket.create_connection((host.strip("[]"), int(port)), _LOOK_S).close()
-        raise refuse(
-            Reason.ENGINE_OWNED,
-            f"stop the weightsync-server that listens at {address}, or give another --address",
-        )
+        return True
+    return False
+
+
+def _make_dirs(kept: Path) -> None:
+    try:
+        make_dir(run_dir())
+        make_dir(kept, "WEIGHTSYNC_STATE_DIR")
+    except WeightSyncError as error:
+        raise refuse(error.reason, error.message) from error
 
 
 def _kept_of(checkpoint: str) -> Path:
     """Return the folder of one model's versions: those of another would not fit its engine."""
-    where = str(Path(checkpoint).absolute()) if Path(checkpoint).exists() else checkpoint
+    where = os.path.abspath(checkpoint) if _is_file(checkpoint) else checkpoint  # noqa: PTH100
     name = re.sub(r"[^\w.-]+", "-", Path(where).name)[:40]
     digest = hashlib.sha256(os.fsencode(where)).hexdigest()[:8]
     return state_dir() / "up" / f"{name}-{digest}"
@@ -139,23 +185,59 @@ def _environment(kept: Path) -> dict[str, str]:
         plugins.append("weightsync")
     # What vLLM repacks for a CPU cannot be written in place. On a GPU these change nothing.
     cpu = {"WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "1", "VLLM_CPU_KVCACHE_SPACE": str(_CPU_CACHE_GIB)}
-    own = {"VLLM_PLUGINS": ",".join(plugins), "WEIGHTSYNC_RUN_DIR": str(run_dir())}
-    return cpu | {"WEIGHTSYNC_STATE_DIR": str(kept)} | dict(os.environ) | own
+    dirs = {"WEIGHTSYNC_RUN_DIR": str(run_dir()), "WEIGHTSYNC_STATE_DIR": str(kept)}
+    return cpu | dict(os.environ) | dirs | {"VLLM_PLUGINS": ",".join(plugins)}
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Within the block SIGINT and SIGTERM end nothing; they are put into the list."""
+    """Within the block SIGINT, SIGTERM and SIGHUP end nothing; they are put into the list."""
     found: list[int] = []
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    # nohup has this one ignored, for programs that go on without their terminal.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     handlers = {
-        number: signal.signal(number, lambda number, _: found.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, lambda number, _: found.append(number)) for number in numbers
     }
     try:
         yield found
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _outlived() -> Iterator[Callable[[int], None]]:
+    """Within the block, processes whose ids are given are ended if this one is killed.
+
+    Another process does it, which is made while this one has a single thread.
+    """
+    reader, writer = os.pipe()
+    own = os.fork()
+    if own == 0:
+        try:
+            os.setsid()
+            # Who reads what this process prints does not wait for that one.
+            silent = os.open(os.devnull, os.O_RDWR)
+            for fd in (0, 1, 2):
+                os.dup2(silent, fd)
+            os.close(writer)
+            with os.fdopen(reader, "rb") as given:
+                _end([int(pid) for pid in given.read().split()])
+        finally:
+            os._exit(0)
+    os.close(reader)
+
+    def started(pid: int) -> None:
+        os.write(writer, b"%d\n" % pid)
+
+    try:
+        yield started
+    finally:
+        os.kill(own, signal.SIGKILL)
+        os.waitpid(own, 0)
+        os.close(writer)
 
 
 class _Program:
@@ -167,11 +249,26 @@ class _Program:
         self.name = name
         self.log = folder / f"{name.lower()}.log"
         self.process: subprocess.Popen[bytes] | None = None
-        self._command = [sys.executable, "-m", *module]
+        # -P: not from the folder that this is typed in, where a file may have any name.
+        self._command = [sys.executable, "-P", "-m", *module]
         self._environment = environment
 
-    def start(self) -> None:
-        with self.log.open("wb") as log:
+    def start(self) -> int:
+        """Start it, and return its process id."""
+        try:
+            log = self.log.open("ab")
+        except OSError as error:
+            raise invalid(f"make {self.log} a file that you can write: {error.strerror}") from error
+        with log:
+            try:
+                # Held by the program and what it starts, as long as one of them runs.
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise refuse(
+                    Reason.ENGINE_OWNED,
+                    f"stop the other `weightsync up` first: its {self.name} writes {self.log}",
+                ) from None
+            log.truncate(0)
             self.process = subprocess.Popen(
                 self._command,
                 env=self._environment,
@@ -180,9 +277,8 @@ class _Program:
                 stderr=subprocess.STDOUT,
                 # An interrupt from the terminal is ours; the two are told in their turn.
                 start_new_session=True,
-                # It runs between fork and exec of a process of one thread.
-                preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509
             )
+        return self.process.pid
 
     def ended(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -194,35 +290,50 @@ class _Program:
 
     def last_words(self) -> str:
         """Return the error that its log names first, which is the cause of others; else its end."""
-        text = self.log.read_text(errors="replace")
-        error = _ERROR.search(text)
-        return error[0] if error else "\n".join(text.splitlines()[-_TAIL:])
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - _READ))
+            text = log.read().decode(errors="replace")
+        if error := _ERROR.search(text):
+            return error[0][:_SHOWN]
+        return "\n".join(text.splitlines()[-_TAIL:])[-_SHOWN:]
 
 
 def _failed(programs: Sequence[_Program]) -> _Program | None:
     return next((one for one in programs if one.ended()), None)
 
 
-def _end(programs: Sequence[_Program]) -> None:
-    """Ask all of them to end, and end with the processes they started those that do not."""
+def _end_programs(programs: Sequence[_Program], stopped: Sequence[int]) -> None:
     running = [one.process for one in programs if one.process is not None]
+    before = len(stopped)
+    _end([process.pid for process in running], lambda: len(stopped) > before)
     for process in running:
-        process.terminate()
-    end = time.monotonic() + _END_S
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, end - time.monotonic()))
+        process.wait()
+
+
+def _end(pids: Sequence[int], at_once: Callable[[], bool] = lambda: False) -> None:
+    """Ask processes to end, and end with all that they started those that do not, or `at_once`."""
+    waited = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            # Not by its id, which it keeps until its parent has asked for its exit code.
+            waited.append(os.pidfd_open(pid))
+            os.kill(pid, signal.SIGTERM)
+    fds, end = set(waited), time.monotonic() + _END_S
+    while fds and time.monotonic() < end and not at_once():
+        fds.difference_update(select.select(fds, [], [], _LOOK_S)[0])
+    for pid in pids:
         # What it started is in its session; a group without processes is not there.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(pid, signal.SIGKILL)
+    for fd in waited:
+        os.close(fd)
 
 
 def _engine(client: Client) -> EngineStatus | None:
     """Return the engine, as the server sees it; None: the server does not answer yet."""
     try:
         return client.status().models[0].engine
-    except ClientError:
+    except (UnavailableError, DeadlineError):
         return None
 
 
@@ -254,9 +365,12 @@ class _Progress:
         self._status.stop()
 
     def show(self, doing: str, seconds: float) -> None:
+        from rich.text import Text
+
         text = f"{doing} ({seconds:.0f} s)"
-        self._status.update(text)
-        if not self._console.is_terminal and seconds >= self._next:
+        # Brackets in a name are no markup.
+        self._status.update(Text(escaped(text, self._console.encoding)))
+        if not self._console.is_interactive and seconds >= self._next:
             self._next += _LINE_S
             echo(text, err=True)
 
@@ -264,20 +378,31 @@ class _Progress:
 def _show_ready(
     checkpoint: str, flags: Sequence[str], address: str, seconds: float, kept: Path
 ) -> None:
-    host, port = _flag(flags, "--host") or "127.0.0.1", _flag(flags, "--port") or "8000"
+    name = _flag(flags, "--served-model-name") or checkpoint
+    scheme = "https" if _flag(flags, "--ssl-certfile") else "http"
+    listens = _http_address(flags)
+    served = f"at {scheme}://{listens}/v1" if listens else "where its flags say"
     where = "" if address == DEFAULT_ADDRESS else f" --address {address}"
-    echo(f"{checkpoint} is served at http://{host}:{port}/v1, after {seconds:.0f} s")
+    echo(f"{name} is served {served}, after {seconds:.0f} s")
     echo(f"next: `weightsync push FOLDER{where}` and `weightsync apply{where}`, or from Python:")
     echo(f'      client = Client("{address}"); client.apply(client.push(model).version)')
     echo(f"versions and logs are in {kept}; Ctrl-C ends both")
+
+
+def _http_address(flags: Sequence[str]) -> str:
+    """Return where flags have vLLM listen; "": they name a socket, or a file that may say it."""
+    if _flag(flags, "--uds") or _flag(flags, "--config"):
+        return ""
+    host, port = _flag(flags, "--host") or "127.0.0.1", _flag(flags, "--port") or "8000"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _flag(flags: Sequence[str], name: str) -> str:
     """Return the value that flags give one of them, in either of its forms; "": none."""
     found = ""
     for flag, after in itertools.pairwise([*flags, ""]):
-        if flag == name:
-            found = after
-        elif flag.startswith(f"{name}="):
-            found = flag.partition("=")[2]
+        key, is_joined, value = flag.partition("=")
+        # As vLLM does, take underscores for dashes.
+        if key.replace("_", "-") == name:
+            found = value if is_joined else after
     return found
