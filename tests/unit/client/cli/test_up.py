@@ -239,6 +239,7 @@ def test_a_log_that_a_program_writes_is_not_taken(tmp_path: Path) -> None:
     program = _sleeper(tmp_path)
     program.start()
     try:
+        assert program.log.stat().st_mode & 0o777 == 0o600
         program.log.write_text("first")
         with pytest.raises(RefusedError, match=r"^stop the other `weightsync up` first: "):
             _sleeper(tmp_path).start()
