@@ -85,6 +85,9 @@ EXCEPTIONS = {
     ("weightsync.vllm.shadow.vllm_load", "importlib"): (
         "imports the module of vLLM's worker that the configuration of the engine names"
     ),
+    ("weightsync_client.cli.up", "importlib"): (
+        "asks whether packages named in our code are installed, and imports none"
+    ),
     ("weightsync_client.trainer.trainer_process", "importlib"): (
         "imports the class that the operator named with --trainer"
     ),
