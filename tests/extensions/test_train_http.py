@@ -393,7 +393,7 @@ def test_an_interrupt_cancels_the_job(site: _Site) -> None:
     site.ready()
     before = site.client.train_status().cancelled
     command = _command(site, "train", "--request", '{"wait_s": 60}')
-    # Not while gRPC begins the call: closing a channel then waits for a call that nobody drives.
+    # Once it shows progress: while gRPC began the call, an interrupt was lost once.
     assert command.stdout is not None
     assert command.stdout.readline()
     _until(lambda: site.client.train_status().running_job_id)

@@ -108,6 +108,9 @@ class EngineCondition:
             capabilities=sorted(info.capabilities) if info else [],
             warnings=info.warnings if info else [],
         )
+        if self.owned:
+            # It answers, but not to this server.
+            return status
         if self.state == pb.ENGINE_STATE_AWAY and self._seen_ns:
             status.last_seen.FromNanoseconds(self._seen_ns)
             seen = dt.datetime.fromtimestamp(self._seen_ns / 1e9, dt.UTC)
