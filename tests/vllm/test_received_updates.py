@@ -1,7 +1,4 @@
-"""The drop-in `weightsync_nccl`: vLLM's own trainer and engine of NCCL, two ranks, a real server.
-
-Only the communicator is another one (`tests.support.gloo_wire`), because a CPU has no NCCL.
-"""
+"""The drop-in `weightsync_nccl`: vLLM's own trainer and engine of NCCL, two ranks, our server."""
 
 from __future__ import annotations
 
@@ -19,18 +16,17 @@ import requests
 import torch
 
 from benchmarks.servers import free_port
-from tests.support.transfer_site import transfer_site
+from tests.support.receiving_site import RANKS, ReceivingSite, receiving_site, refusal
 from weightsync.failpoints import VARIABLE
 from weightsync_client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.support.transfer_site import TransferSite
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-_RANKS = 2
 #: How long ranks wait for a trainer that sends nothing, seconds.
 _PATIENCE_S = 6
 _TRAINER = """
@@ -54,74 +50,23 @@ sys.stdin.read()
 """
 
 
-class _Site:
-    """A vLLM that receives, and vLLM's trainer of NCCL in this process."""
+class _Site(ReceivingSite):
+    """One whose wire and server fail as these files say."""
 
     def __init__(self, site: TransferSite, faults: Path, plan: Path) -> None:
-        self.site = site
+        super().__init__(site)
         self.faults = faults
         self.plan = plan
-
-    def trainer(self, source: Any = None) -> Any:
-        """Return one that has met the ranks."""
-        from vllm.distributed.weight_transfer import (
-            HTTPVLLMWeightSyncClient,
-            ModuleSource,
-            WeightTransferTrainerFactory,
-        )
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        return WeightTransferTrainerFactory.trainer_init(
-            NCCLTrainerInitInfo("127.0.0.1", free_port(), 1 + _RANKS, packed=False, rank=0),
-            client=HTTPVLLMWeightSyncClient(self.site.vllm.url),
-            source=source or ModuleSource(self.site.model),
-        )
-
-    def refused(self, send: Callable[[], object]) -> str:
-        """Return the sentence of the refusal; what is served stays, and is proved."""
-        live, answers, known = self.site.live(), self.site.answers(), self.versions()
-        said = _answer(send)
-        assert (self.site.live(), self.site.answers()) == (live, answers)
-        assert self.versions() == known
-        # A stale reply in vLLM's queues would be taken for that of this call.
-        with Client(self.site.server.address) as client:
-            assert client.verify().verified
-        return said
-
-    def versions(self) -> list[int]:
-        """Return which versions are committed."""
-        with Client(self.site.server.address) as client:
-            return [about.version for about in client.versions()]
-
-
-def _answer(send: Callable[[], object]) -> str:
-    """Return the sentence with which vLLM answers 400."""
-    with pytest.raises(requests.HTTPError) as caught:
-        send()
-    answer = caught.value.response
-    assert answer is not None
-    assert answer.status_code == 400
-    return str(answer.json()["error"]["message"])
 
 
 @pytest.fixture(scope="module")
 def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Site]:
-    from tests.support.gloo_wire import use_gloo
-
     folder = tmp_path_factory.mktemp("faults")
     faults, plan = folder / "wire", folder / "plan"
     plan.write_text("")
-    flags = ("--worker-extension-cls", "tests.support.gloo_wire.GlooWire")
-    variables = {
-        "WEIGHTSYNC_TEST_WIRE": str(faults),
-        "WEIGHTSYNC_UPDATE_TIMEOUT": str(_PATIENCE_S),
-        VARIABLE: f"@{plan}",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_stream", None)
-        use_gloo()
-        with transfer_site("weightsync_nccl", *flags, variables=variables) as site:
-            yield _Site(site, faults, plan)
+    variables = {"WEIGHTSYNC_UPDATE_TIMEOUT": str(_PATIENCE_S), VARIABLE: f"@{plan}"}
+    with receiving_site(variables, faults) as started:
+        yield _Site(started.site, faults, plan)
 
 
 def test_two_sends_of_vllms_trainer_are_two_versions(it: _Site) -> None:
@@ -187,20 +132,20 @@ def test_a_part_of_the_model_is_not_served(it: _Site) -> None:
     part = torch.nn.Module()
     part.model = torch.nn.Module()
     part.model.norm = site.model.model.norm
-    assert "model.embed_tokens.weight" in _answer(it.trainer(ModuleSource(part)).send_weights)
+    assert "model.embed_tokens.weight" in refusal(it.trainer(ModuleSource(part)).send_weights)
     assert (site.live(), site.answers()) == (live, answers)
     with Client(site.server.address) as client:
         # Nor is it what "newest" means.
         assert client.apply().version == live
 
 
-@pytest.mark.parametrize("rank", range(1, 1 + _RANKS))
+@pytest.mark.parametrize("rank", range(1, 1 + RANKS))
 def test_a_rank_whose_wire_breaks_fails_the_update(it: _Site, rank: int) -> None:
     trainer = it.trainer()
     it.faults.write_text(f"{rank} raise")
     said = it.refused(lambda: _without_trainer(trainer))
     assert f"rank 0/0/{rank - 1} did not receive the update: RuntimeError: the wire broke" in said
-    assert "has failed" in _answer(trainer.client.finish_weight_update)
+    assert "has failed" in refusal(trainer.client.finish_weight_update)
     it.trainer().send_weights()
 
 
@@ -231,7 +176,7 @@ def test_a_trainer_that_never_comes_is_waited_for_no_longer_than_is_set(it: _Sit
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_trainer_that_ends_in_mid_update_leaves_what_is_served(it: _Site, end: int) -> None:
     live, answers, known = it.site.live(), it.site.answers(), it.versions()
-    arguments = [it.site.vllm.url, str(free_port()), str(1 + _RANKS)]
+    arguments = [it.site.vllm.url, str(free_port()), str(1 + RANKS)]
     with subprocess.Popen(
         [sys.executable, "-c", _TRAINER, *arguments],
         stdin=subprocess.PIPE,
@@ -345,7 +290,7 @@ def test_a_server_that_dies_before_the_outcome_fails_the_update(it: _Site) -> No
         finish()
 
     trainer.client.finish_weight_update = finish_beside_a_death
-    assert "went away before it told the outcome" in _answer(trainer.send_weights)
+    assert "went away before it told the outcome" in refusal(trainer.send_weights)
     it.site.server.stop()
     it.site.server.start()
     it.site.server.wait_serving()
