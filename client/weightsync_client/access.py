@@ -95,8 +95,8 @@ class Access:
                 context.load_cert_chain(self.tls_cert, self.tls_key, password="")
             except (ssl.SSLError, OSError):
                 raise invalid(
-                    f"{self.tls_cert} and {self.tls_key} are no PEM certificate and its key "
-                    "without a password; name a pair that fits"
+                    f"{self.tls_cert} and {self.tls_key} are not a PEM certificate and its key, "
+                    "without a password; name a PEM certificate and its key"
                 ) from None
         return grpc.ssl_channel_credentials(roots, key, chain)
 

@@ -237,12 +237,12 @@ def _sentence(code: grpc.StatusCode, details: str, *, action: str, address: str)
         )
     if code is _CODE.DEADLINE_EXCEEDED:
         return (
-            f"{action} on {address} did not end within its timeout{_through(address)}; "
-            "look at the status, then try again or allow more time"
+            f"{action} on {address} did not end within its timeout{_through(address)}; check the "
+            "status, then try again or allow more time"
         )
     if code in (_CODE.UNAUTHENTICATED, _CODE.PERMISSION_DENIED):
         return (
-            f"{address} refuses {action} ({details}); check the token, which WEIGHTSYNC_TOKEN or "
+            f"{address} refused {action} ({details}); check the token, which WEIGHTSYNC_TOKEN or "
             "WEIGHTSYNC_TOKEN_FILE gives (token, token_file)"
         )
     if code is _CODE.UNIMPLEMENTED:
@@ -252,7 +252,7 @@ def _sentence(code: grpc.StatusCode, details: str, *, action: str, address: str)
     if code is _CODE.CANCELLED:
         return f"{action} on {address} was cancelled; call again"
     if code is _CODE.RESOURCE_EXHAUSTED and "Sent message larger than max" in details:
-        return f"{action} does not fit into one message ({details}); send less at once"
+        return f"{action} does not fit into one message ({details}); send less in one call"
     return details or f"{action} on {address} failed with {code.name}"
 
 

@@ -225,7 +225,7 @@ class Puller:
             state.update(piece)
             sink(piece)
         if state.digest() != self._digests[entry.name]:
-            raise _corrupt(self.version, f"tensor {entry.name!r} came without its digest")
+            raise _corrupt(self.version, f"tensor {entry.name!r} arrived without its digest")
 
     def _end(self, source: _Bytes, index: int) -> None:
         if not source.ended():

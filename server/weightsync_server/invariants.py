@@ -63,7 +63,7 @@ class InvariantMonitor:
             try:
                 self.look()
             except Exception:
-                logger.exception("the census failed")
+                logger.exception("counting the members and ranks failed")
 
     def _wrong(self) -> Iterator[tuple[str, str, str]]:
         """Yield everything that must not be: label, what it is, and figures that may change."""

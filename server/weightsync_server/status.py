@@ -54,7 +54,7 @@ class AppliesStatus:
         if status.apply_id:
             return f"apply {status.apply_id} is in progress"
         if reason := newest.rejected_reason:
-            return f"set clear_rejected to apply it all the same: it is rejected ({reason})"
+            return f"set clear_rejected to apply it anyway: it is rejected ({reason})"
         if reason := newest.refused_reason:
             return f"push weights that the model takes: {reason}"
         if newest.damaged:

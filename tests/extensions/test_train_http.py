@@ -202,7 +202,7 @@ def test_a_checkpoint_is_a_folder(site: _Site, url: str) -> None:
     live = site.client.status().models[0].live_version
     assert done.status_code == 200
     found = done.json()
-    assert found.pop("missing").startswith("the folder has no config.json and no tokenizer")
+    assert found.pop("missing").startswith("copy config.json and tokenizer into the folder")
     assert found == {"version": live, "path": str(folder)}
     assert (folder / "model.safetensors").exists()
     again = site.post(_CHECKPOINT, {"folder": name}, url=url)

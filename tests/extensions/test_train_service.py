@@ -208,11 +208,11 @@ def test_a_job_changes_what_is_live(site: _Site) -> None:
     # One that commits nothing goes on from there; what it forks has no voice.
     _, started, step, finished = site.train(quiet=0, fork="after")
     assert (started.version, step.version, step.loss, finished.version) == (last, 0, 3.0, last)
-    _until(lambda: "has come back from the trainer's class" in site.log)
+    _until(lambda: "returned from the trainer's class" in site.log)
     *_, finished = site.train(fork="inside")
     assert finished.version == last + 1
     site.holds(3, 30)
-    _until(lambda: site.log.count("has come back from the trainer's class") == 2)
+    _until(lambda: site.log.count("returned from the trainer's class") == 2)
     status = site.done()
     assert (status.state, status.finished, status.failed) == (TrainerState.READY, 3, 0)
     assert (status.state_version, status.reason, status.restarts) == (last + 1, "", 0)
@@ -326,7 +326,7 @@ def test_a_trainer_that_is_frozen_past_its_lease_is_ended(site: _Site) -> None:
     _, events = site.begin(hang="inside", lease_s=1.0)
     _until(lambda: "it hangs inside" in site.log)
     os.kill(pid, signal.SIGSTOP)
-    _until(lambda: "the trainer was silent for 1 s" in site.log)
+    _until(lambda: "the trainer sent no heartbeat for 1 s" in site.log)
     with pytest.raises(ClientError) as caught:
         list(events)
     assert caught.value.reason is Reason.TRAINER_AWAY
@@ -396,7 +396,7 @@ def test_jobs_do_not_wait_for_a_class_that_cannot_be_used_until_it_can() -> None
         # Where the start has failed a few times, and at once afterwards.
         for _ in range(2):
             error = site.refused(Reason.TRAINER_AWAY)
-            assert error.message.startswith("no trainer can be started, which is tried again")
+            assert error.message.startswith("no trainer can be started; the server tries again")
             assert "No module named 'late'; correct it, or" in error.message
             assert "send it again" not in error.message
             assert "Traceback" in error.metadata["traceback"]
@@ -465,7 +465,7 @@ def test_what_a_job_pushes_in_the_background_counts_before_anything_is_said_of_i
 @pytest.mark.parametrize(
     ("request_", "reason", "sentence"),
     [
-        ({}, Reason.TRAINER_FAILED, "the transaction did not count, and version"),
+        ({}, Reason.TRAINER_FAILED, "the transaction was undone, and version"),
         ({"raise": "after"}, Reason.TRAINER_FAILED, "ArithmeticError: diverged after the trans"),
         ({"cancel": True}, Reason.CANCELLED, "was cancelled"),
     ],
@@ -510,7 +510,9 @@ def test_a_checkpoint_is_what_is_live(site: _Site) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["first"]
     # What lies beside the engine's checkpoint, and what does not.
     assert (folder / "tokenizer.json").read_text() == "{}"
-    assert done.missing.startswith("the folder has no config.json, for none was found")
+    assert done.missing.startswith(
+        "copy config.json into the folder before a vLLM loads it: none was found"
+    )
     assert site.client.checkpoint().path == ""
     for name in ("first", "../first", ".first", "a/b", "x" * 200):
         with pytest.raises(ClientError) as caught:

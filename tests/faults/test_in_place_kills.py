@@ -309,7 +309,7 @@ def test_a_second_job_is_kept_out_by_the_next_server_too(site: _Site) -> None:
     [
         ("nothing", "has written weight outside a transaction"),
         ("session", "has written weight outside a transaction"),
-        ("server", "the server hands over no memory"),
+        ("server", "it shares no memory"),
     ],
 )
 def test_a_stray_write_is_found_whatever_was_lost(

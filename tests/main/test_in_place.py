@@ -391,7 +391,7 @@ def test_what_came_to_nothing_while_it_waited_pauses_nothing(site: _Site) -> Non
             given_up._call.cancel()
             time.sleep(0.5)
             client.rollback()
-            with pytest.raises(ClientError, match="nothing was begun and nothing paused") as caught:
+            with pytest.raises(ClientError, match="nothing was started or paused") as caught:
                 left._answer()
             assert caught.value.reason is Reason.APPLY_BUSY
 
@@ -532,7 +532,7 @@ def test_nothing_is_written_while_the_engine_still_generates() -> None:
     [
         ({"lease_s": 0.01}, "lease must be"),
         ({"lease_s": 1000.0}, "lease must be"),
-        ({"pause": "between_steps"}, "stands still while it is written"),
+        ({"pause": "between_steps"}, "the engine is paused while it is written"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_pauses(
@@ -746,7 +746,7 @@ def test_what_was_closed_says_so(site: _Site) -> None:
     with site.attached() as attached:
         pass
     for use in (attached.check, attached.transaction().begin):
-        with pytest.raises(InvalidError, match="this was closed; attach again"):
+        with pytest.raises(InvalidError, match="attach again: this attachment was closed"):
             use()
     assert site.recover() == site.first
 
@@ -902,7 +902,7 @@ def test_what_fails_in_one_process_fails_in_all(
 
 def test_a_process_that_dies_takes_the_update_with_it(site: _Site, tmp_path: Path) -> None:
     first, second = _joint(site, tmp_path, "dies")
-    assert "a rank of the trainer has gone" in first
+    assert "a rank of the trainer has exited" in first
     assert "start the processes anew and attach again" in first
     assert second == ""
     with site.attached() as attached:
@@ -988,7 +988,7 @@ def test_a_replica_that_was_not_written_is_found(site: _Site) -> None:
         message = _refused(
             attached, Reason.APPLY_RESTORED, lambda: attached.boxes["w"][0].view.add_(1)
         )
-        assert "ranks 0/0/0 and 0/0/1 hold other bytes of the same part of w" in message
+        assert "ranks 0/0/0 and 0/0/1 hold different bytes of the same part of w" in message
     assert site.recover() == site.first
 
 
@@ -1055,7 +1055,7 @@ def test_a_block_alone_lets_write(site: _Site) -> None:
             attached.write("w", _tensors(5)["w"])
         attached.close()
         for use in (lambda: attached.read("w"), lambda: attached.write("w", _tensors(5)["w"])):
-            with pytest.raises(InvalidError, match="this was closed; attach again"):
+            with pytest.raises(InvalidError, match="attach again: this attachment was closed"):
                 use()
     assert site.recover() == site.first
 
@@ -1084,7 +1084,7 @@ def test_memory_that_can_always_be_written_is_one_job_s(
     each = iter(jobs)
     monkeypatch.setattr("weightsync_client.attach.trainer_job", lambda: next(each))
     with site.attached():
-        with pytest.raises(ClientError, match="which one job at a time may do") as caught:
+        with pytest.raises(ClientError, match="only one job at a time may") as caught:
             site.attached().__enter__()
         assert caught.value.reason is Reason.ENGINE_REFUSED
     assert site.recover() == site.first
@@ -1108,8 +1108,8 @@ def test_what_was_written_before_the_block_is_no_part_of_it(site: _Site) -> None
     [
         ("view", "SIGSEGV"),
         ("proc mem", "SIGSEGV"),
-        ("own transaction", "which one job at a time may do"),
-        ("other's transaction", "which one job at a time may do"),
+        ("own transaction", "only one job at a time may"),
+        ("other's transaction", "only one job at a time may"),
     ],
 )
 def test_a_second_job_writes_nothing_in_the_block_of_the_first(
@@ -1155,7 +1155,7 @@ def test_a_mapping_that_is_made_in_a_block_is_never_served(site: _Site) -> None:
         message = _refused(
             attached, Reason.ENGINE_FENCED, lambda: copies.append(_mapped_again(view.data_ptr()))
         )
-        assert "a mapping or a descriptor that was made of it in the block" in message
+        assert "a mapping or descriptor that was opened in the block" in message
         assert f"end process {os.getpid()}" in message
         _libc.munmap(copies.pop(), mmap.PAGESIZE)
         assert site.recover() == site.first

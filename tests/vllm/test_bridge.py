@@ -188,7 +188,7 @@ def test_memory_of_keys_that_is_given_back_is_a_sleep(bench: Bench) -> None:
     if bench.vllm.request("/release_kv_cache_memory", {})[0] == 404:
         pytest.skip("this vLLM gives back all of its memory or none")
     assert bench.client.health().sleeping
-    with pytest.raises(grpc.RpcError, match="wake it up"):
+    with pytest.raises(grpc.RpcError, match="wake the engine up"):
         bench.client.pause()
     assert bench.vllm.request("/wake_up", {})[0] == 200
     assert not bench.client.health().sleeping

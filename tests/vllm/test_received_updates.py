@@ -259,7 +259,7 @@ def _until_another_may_send(it: _Site) -> None:
     for _ in range(100):
         status, answer = it.site.vllm.request("/start_weight_update", {})
         assert status == 400
-        if "under way" not in str(answer):
+        if "is running" not in str(answer):
             return
         time.sleep(0.5)
     pytest.fail(f"the update is not given up: {answer}")
@@ -270,7 +270,7 @@ def test_an_update_that_was_never_finished_gives_way_to_the_next(it: _Site) -> N
     trainer.client.start_weight_update()
     live = it.site.live()
     # It may be another trainer that has begun, and is at it.
-    assert "another update is begun" in it.refused(trainer.client.start_weight_update)
+    assert "another update was begun" in it.refused(trainer.client.start_weight_update)
     time.sleep(_PATIENCE_S + 1)
     trainer.send_weights()
     assert it.site.live() == live + 1
@@ -322,10 +322,10 @@ def test_without_a_server_no_update_is_begun(it: _Site) -> None:
     try:
         for _ in range(100):
             status, answer = it.site.vllm.request("/start_weight_update", {})
-            if status == 400 and "no weightsync-server" in str(answer):
+            if status == 400 and "start weightsync-server with --engine" in str(answer):
                 break
             time.sleep(0.1)
-        assert "no weightsync-server is beside this vLLM" in str(answer)
+        assert "start weightsync-server with --engine for this vLLM" in str(answer)
         assert it.site.answers() == answers
     finally:
         it.site.server.start()

@@ -111,7 +111,9 @@ def check_counts(coding: Coding, width: int, elements: int, counts: Counts) -> N
     if (coding.positions is Positions.NONE) != (coding.values is Values.DENSE):
         raise invalid(f"positions {coding.positions.name} with values {coding.values.name}")
     if coding.values is Values.SM and width != 2:
-        raise invalid(f"SM values of elements of {width} bytes, where only 2 are possible")
+        raise invalid(
+            f"elements of {width} bytes have SM values, which only elements of 2 bytes can have"
+        )
     most_skips = (elements - counts.changed) // SKIP.get(coding.positions, elements + 1)
     good = (
         1 <= counts.changed <= elements

@@ -261,7 +261,7 @@ def read_manifest(
         raise invalid("the shard's manifest does not begin as one of a delta")
     body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
     if xxhash.xxh3_64_digest(body) != check:
-        raise corrupt("the delta's manifest does not have its checksum")
+        raise corrupt("the delta's manifest does not match its checksum")
     _, index, count, base, layout, size = _HEAD.unpack(body[: _HEAD.size])
     if count > len(expect):
         raise unfit(f"the delta changes {count} tensors of a base that has {len(expect)}")

@@ -167,7 +167,7 @@ class _Section:
 
 def _check_stream(what: str, name: str, stream: memoryview, check: bytes) -> None:
     if xxhash.xxh3_64_digest(stream) != check:
-        raise corrupt(f"the {what} of {name[:100]!a} do not have their checksum")
+        raise corrupt(f"the {what} of {name[:100]!a} do not match their checksum")
 
 
 def _change(record: Record, positions: _Section, values: _Section) -> TensorChange:

@@ -54,7 +54,7 @@ class PauseLease:
         if not self.id or lease_id != self.id or clock.boottime() >= self._until:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                f"lease {lease_id or '(none)'} is not the present one; pause the engine again",
+                f"lease {lease_id or '(none)'} is not the current lease; pause the engine again",
             )
 
     def renew(self, lease_id: str, seconds: float) -> None:

@@ -180,8 +180,8 @@ class Attached(Mapping[str, torch.Tensor]):
             raise refuse(
                 Reason.DIGEST_MISMATCH,
                 f"{', '.join(wrong[:10])} (of {len(wrong)}) changed while they were copied into "
-                "the engine, or arrived damaged, and nothing of that is served; leave tensors as "
-                "they are until the update returns, or push them and apply that",
+                "the engine, or arrived damaged, and none of it is served; leave tensors "
+                "unchanged until the update returns, or push them and apply the version",
             )
 
     def _places(
@@ -332,7 +332,7 @@ class Attached(Mapping[str, torch.Tensor]):
     def check_open(self) -> None:
         """Raise a ClientError (REQUEST_INVALID) if this was closed."""
         if self._closed:
-            raise invalid("this was closed; attach again")
+            raise invalid("attach again: this attachment was closed")
 
     def open_block(self, transaction: str) -> None:
         """Have the parameters writable, in the block of a transaction.
@@ -432,8 +432,8 @@ def _part(whole: torch.Tensor, part: AttachedBox) -> torch.Tensor:
 def _gone(error: OSError) -> UnavailableError:
     return UnavailableError(
         Reason.SERVER_AWAY,
-        f"the server hands over no memory ({error}); check that it runs on this host and that its "
-        "folder is shared, then attach again",
+        "check that the server runs on this host and that its folder is shared, then attach "
+        f"again: it shares no memory ({error})",
     )
 
 

@@ -231,7 +231,8 @@ class TransactionCall:
             self._end()
             raise refuse(
                 Reason.FAULT,
-                "attach again and see the server's log: it ended the transaction without a reason",
+                "attach again, and check the server's log: it ended the transaction without "
+                "a reason",
             ) from None
         except BaseException:
             self._end()

@@ -73,7 +73,7 @@ def fleet_progress(client: Client) -> Iterator[None]:
     # What members say is text, and no markup.
     columns = TextColumn("{task.description}", markup=False), BarColumn()
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("the fleet is asked", total=None)
+        task = bar.add_task("asking the fleet", total=None)
 
         def update(report: FleetReport) -> None:
             done, total = _steps(report)

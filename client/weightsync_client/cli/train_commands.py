@@ -16,7 +16,7 @@ from weightsync_client.cli.cli_options import Address, Json, Model, connect, ech
 from weightsync_client.errors import ClientError, invalid
 from weightsync_client.options import DEFAULT_ADDRESS
 
-_CANCELLED = "the job is cancelled: what it had committed stays, what it had not is taken back"
+_CANCELLED = "the job is cancelled: what it committed stays, and what it did not commit is undone"
 
 train = typer.Typer(
     name="train",

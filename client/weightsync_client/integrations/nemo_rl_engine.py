@@ -176,8 +176,8 @@ class WeightSyncRefitEngine:
         version = await wait_for(
             functools.partial(self._pushed, labels),
             self._timeout_s,
-            f"the version of sync {self._sync} was not there within {self._timeout_s:g} s; "
-            "see the error of the policy, or raise timeout_s",
+            f"the version of sync {self._sync} did not arrive within {self._timeout_s:g} s; see "
+            "the error of the policy, or raise timeout_s",
         )
         with contextlib.closing(self._actor.client().tensors(version)) as tensors:
             while batch := await asyncio.to_thread(_batch, tensors, self._batch_bytes):

@@ -191,8 +191,8 @@ def _check_source(source: Any) -> None:
     gives = getattr(source, "implements_iter_full", lambda: isinstance(source, Iterable))()
     if not gives or isinstance(source, Iterator):
         raise invalid(
-            "source must give all weights, in full, each time that it is read; give a "
-            "WeightSource, such as vLLM's ModuleSource(model)",
+            "source must give all weights, in full, each time it is read; give a WeightSource, "
+            "such as vLLM's ModuleSource(model)",
         )
     check_whole(source)
     check_owned(source, 0)

@@ -171,6 +171,6 @@ def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
     principals = file.current()
     if not principals.has_tokens and not (principals.has_certificates and takes_certificates):
         raise invalid_request(
-            "nobody could prove authority: the authority file has no token, and no certificate "
-            "name that could be used; add tokens, or certificate names and --tls-client-ca"
+            "add tokens to the authority file, or certificate names and --tls-client-ca: without "
+            "either, no caller can be authenticated"
         )

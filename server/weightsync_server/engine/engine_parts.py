@@ -35,7 +35,7 @@ async def answered(call: Awaitable[_T], seconds: float, what: str) -> _T:
         # Not known whether it was done: the ranks are asked before anything else.
         raise WeightSyncError(
             Reason.ENGINE_AWAY,
-            f"vLLM did not answer a {what} within {seconds:g} s; look at its log and apply again",
+            f"vLLM did not answer a {what} within {seconds:g} s; check its log, then apply again",
         ) from None
 
 
@@ -135,7 +135,7 @@ class ServingTime:
         if (self.permitted_s(record) or 0.0) < lease_s:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "the engine was not let serve in time; it is asked again what it may",
+                "the engine was not allowed to serve in time; the server asks again whether it may",
                 retry_after_s=1.0,
             )
         yield lease_id

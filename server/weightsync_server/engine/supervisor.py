@@ -305,9 +305,7 @@ class EngineSupervisor:
                 logger.exception("the engine could not be reconciled")
                 with contextlib.suppress(WeightSyncError):
                     await self.engine.fence("a fault in the server")
-                self._condition.set(
-                    pb.ENGINE_STATE_FENCED, "a fault in the server; its log tells why"
-                )
+                self._condition.set(pb.ENGINE_STATE_FENCED, "a fault in the server; see its log")
                 pause = _RETRY_S
             # Not wait_for: it swallows a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):

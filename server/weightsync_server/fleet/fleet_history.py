@@ -470,7 +470,9 @@ def _apply(number: int, parts: Mapping[str, bytes], roster: Mapping[str, bytes] 
             expected = len(verdicts) + 1
             if verdict[0] is Verdict.COMMIT and step > expected:
                 with _naming(decision_key(number, expected), decided=decided):
-                    raise WeightSyncError(Reason.DATA_CORRUPT, f"it is gone, and {key} is there")
+                    raise WeightSyncError(
+                        Reason.DATA_CORRUPT, f"it no longer exists, but {key} does"
+                    )
             verdicts.append(verdict)
     if roster is not None:
         with _naming(roster_prefix(plan.nonce), decided=decided):

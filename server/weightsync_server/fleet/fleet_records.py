@@ -77,8 +77,8 @@ def check_member(name: str, of: str = "member") -> str:
     if not _NAME.fullmatch(name):
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"{name[:80]!r} is no name of a {of}; use up to 64 letters, digits, '.', '_' and "
-            "'-', the first a letter or a digit",
+            f"{name[:80]!r} is not a valid name of a {of}; use up to 64 letters, digits, '.', '_' "
+            "and '-', the first a letter or a digit",
         )
     return name
 

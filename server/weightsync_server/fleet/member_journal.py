@@ -44,16 +44,17 @@ class MemberJournal:
         except (ValueError, LookupError, TypeError, ArithmeticError, IsADirectoryError) as error:
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
-                f"remove {path} once `weightsync fleet status` says at another member what is to "
-                f"be served: it is damaged ({error}), so that it is not known whether this host "
-                "may serve",
+                f"remove {path} once `weightsync fleet status` at another member shows what "
+                f"should be served: the file is damaged ({error}), so this host cannot know "
+                "whether it may serve",
             ) from error
 
         if other != fleet:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
                 f"start this server with --fleet {other}, or remove {path} if this host is no "
-                f"member of that fleet any more: it says what was decided there, not in {fleet}",
+                "longer a member of that fleet: the file records the decisions of that fleet, "
+                f"not of {fleet}",
             )
 
     def check(self, history: History) -> None:

@@ -75,7 +75,8 @@ class HostCutover(TakenHost):
         if self._between:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                "engines that change between two steps do not stand still; use another pause mode",
+                "use another pause mode: engines that change weights between two steps are "
+                "not paused",
             )
         self.stands_still = True
         await self._carry_out(self._pause)
@@ -213,7 +214,7 @@ def _named(record: VersionRecord) -> FleetVersion:
 def _decided_against() -> WeightSyncError:
     return WeightSyncError(
         Reason.APPLY_RESTORED,
-        "the fleet decided against it; see `weightsync fleet status` for the reason",
+        "the fleet decided to abort it; see `weightsync fleet status` for the reason",
     )
 
 
@@ -420,8 +421,8 @@ class LocalHost:
             self._model.table.get(version)
             raise WeightSyncError(
                 Reason.VERSION_NOT_DURABLE,
-                f"version {version} is not committed yet, and a fleet goes to what lasts; wait "
-                "for its push to end",
+                f"version {version} is not committed yet, and a fleet applies only durable "
+                "versions; wait for its push to end",
             )
         return FleetVersion(record.version, record.content_digest)
 
@@ -478,7 +479,8 @@ class LocalHost:
         if live is None:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "it is not known what the engines of this host hold; they are asked again",
+                "it is not known which version the engines of this host hold; the server "
+                "asks them again",
             )
         record = await self._find(live)
         decided = {one.journal.decided for one in self._engines.supervisors}
@@ -539,8 +541,8 @@ class LocalHost:
     def _absent(self, version: int) -> WeightSyncError:
         if (source := self._source()) is not None:
             lacks = (
-                f"has not come from {source.url} in {self._fetch_s:g} s; see in the log of "
-                "this server why"
+                f"has not arrived from {source.url} in {self._fetch_s:g} s; check this server's "
+                "log for the reason"
             )
         else:
             lacks = (

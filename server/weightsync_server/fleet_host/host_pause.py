@@ -142,7 +142,7 @@ class HostPause(TakenHost):
             if one.live.record.content_digest != self.record.content_digest:
                 raise WeightSyncError(
                     Reason.ENGINE_AWAY,
-                    f"engine {one.name} serves another version than this host said",
+                    f"engine {one.name} serves a different version than this host reported",
                 )
         standing: list[LocalEngine] = []
         settled = asyncio.Event()

@@ -128,7 +128,7 @@ def refuse_unknown(fields: Mapping[str, Any], known: Sequence[str]) -> None:
     unknown = sorted(fields.keys() - set(known))
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise invalid_request(f"{unknown[0][:64]!r} is no field of this verb; {takes}")
+        raise invalid_request(f"{unknown[0][:64]!r} is not a field of this verb; {takes}")
 
 
 #: Seconds without an event after which a comment is sent: proxies end connections that are silent.

@@ -75,7 +75,7 @@ def to_refusal(error: BaseException, what: str) -> WeightSyncError:
     if isinstance(error, WeightSyncError):
         return error
     return system_fault(error, what) or WeightSyncError(
-        Reason.FAULT, f"{what} failed inside the server; its log tells why"
+        Reason.FAULT, f"{what} failed inside the server; see its log"
     )
 
 

@@ -54,7 +54,7 @@ def check_complete(push: Push, shard_count: int) -> None:
         raise refused(f"{shard_count} shards at the commit, {push.state.shard_count} at the begin")
     count = shard_count or push.state.shard_count
     if count > push.limits.max_shards:
-        raise refused(f"{count} shards; send at most {push.limits.max_shards}")
+        raise refused(f"the push has {count} shards; send at most {push.limits.max_shards}")
     if count and max(push.state.shards, default=0) >= count:
         raise refused(f"shard {max(push.state.shards)} was sent, the commit tells {count} shards")
     lacking = missing(push.state, count)
@@ -166,8 +166,8 @@ def _tell_runs(record: VersionRecord, runs: ClientRuns) -> None:
         return
     if other.alternates:
         logger.warning(
-            "runs %s and %s push in turn: version %d came from the one, version %d from the other; "
-            "stop one of them, or have the right one call acquire_epoch()",
+            "two trainers push: run %s and run %s (versions %d and %d); stop one of them, or "
+            "have the right one call acquire_epoch()",
             record.client_run,
             other.run,
             record.version,

@@ -58,7 +58,7 @@ class PushWriters:
         if writer >= self.count:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"writer {writer} of a push that has {self.count}; number them from 0",
+                f"writer is {writer}, but the push has {self.count} writers; number them from 0",
             )
 
     def given_up(self, request: pb.AbortPushRequest) -> WeightSyncError:

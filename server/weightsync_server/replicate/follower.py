@@ -61,8 +61,8 @@ class WantedVersion(NamedTuple):
         numbered = [one for one in versions if one.version == self.version]
         if numbered:
             lacks = (
-                f"version {self.version} has content {numbered[0].content_digest} in {url}, not "
-                f"{self.content_digest}, which is wanted"
+                f"version {self.version} has content {numbered[0].content_digest} in {url}, but "
+                f"{self.content_digest} is wanted"
             )
         else:
             lacks = f"version {self.version} is neither on this host nor in {url}"
@@ -174,7 +174,7 @@ class Follower:
             async with asyncio.timeout(_FIND_S):
                 versions = await self.versions()
         except (WeightSyncError, TimeoutError) as error:
-            logger.warning("%s is not asked about content %s: %s", self.url, content_digest, error)
+            logger.warning("could not ask %s about content %s: %s", self.url, content_digest, error)
             return None
         same = (v for v in reversed(versions) if v.content_digest == content_digest)
         return next(same, None)
@@ -334,7 +334,7 @@ class Follower:
         if commit and any(one.commit_time_ns > commit.commit_time_ns for one in versions):
             raise WeightSyncError(
                 Reason.VERSION_CONFLICT,
-                f"{what}, and some were committed since: it was begun anew; {_WAYS_ON}",
+                f"{what}, and versions were committed since: it was started over; {_WAYS_ON}",
             )
         self._tell_once(f"{what}: nothing is fetched until there is one above {table.highest}")
 

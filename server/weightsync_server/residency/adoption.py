@@ -88,7 +88,7 @@ def _checked(files: Sequence[OfferedFile], known: dict[str, TensorEntry]) -> Seq
             what = f"has {before.dtype} {list(before.shape)} there" if before else "is not there"
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                f"send all tensors, or those of the version that is served as they are there: "
+                "send all tensors, or send these exactly as in the version that is served: "
                 f"{shown(tensor.name)}, {tensor.dtype} {list(tensor.shape)}, {what}",
             )
     return tensors
@@ -306,7 +306,7 @@ class CheckpointAdoption:
         ]
         digests = [digest for found in await all_done(loads) for digest in found]
         if len(digests) != len(layout.tensors):
-            raise WeightSyncError(Reason.SHARD_INVALID, "it changed meanwhile")
+            raise WeightSyncError(Reason.SHARD_INVALID, "it changed during the push")
         return await self._commits.seal(layout, digests)
 
     async def _commit_new(

@@ -52,7 +52,7 @@ def compare(manifest: Manifest, found: Sequence[Sequence[bytes]], where: str) ->
     """
     flat = tuple(digest for digests in found for digest in digests)
     if len(flat) != len(manifest.digests):
-        raise WeightSyncError(Reason.DATA_CORRUPT, f"the shards {where} hold other tensors")
+        raise WeightSyncError(Reason.DATA_CORRUPT, f"the shards {where} hold different tensors")
     if flat != manifest.digests:
         pairs = zip(manifest.layout.tensors, manifest.digests, flat, strict=True)
         tensor = next(tensor for tensor, ours, theirs in pairs if ours != theirs)

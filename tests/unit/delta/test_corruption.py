@@ -388,7 +388,7 @@ def test_a_packed_manifest_is_what_it_says() -> None:
 
 def test_sm_needs_two_bytes() -> None:
     blob = forge.tensor(*_ONE, Counts(1), dtype="F32")
-    assert "2 are possible" in _refused(blob, {"w": ("F32", (64,))}).message
+    assert "only elements of 2 bytes can have" in _refused(blob, {"w": ("F32", (64,))}).message
 
 
 @pytest.mark.parametrize("text", ["", " ", '"__metadata__":{"a":"b"},'])

@@ -194,7 +194,7 @@ def test_links_are_followed_only_where_they_may_be(tmp_path: Path) -> None:
     for name in ("a.safetensors", INDEX):
         (folder / name).symlink_to(f"../blobs/{name}")
     assert _chosen(folder) == {"a.safetensors": ["x"]}
-    assert "no link is followed" in _refusal(folder, links=False)
+    assert "links are not followed" in _refusal(folder, links=False)
     (folder / INDEX).unlink()
     assert '"a.safetensors" is a link' in _refusal(folder, links=False)
     (blobs / "a.safetensors").unlink()

@@ -59,7 +59,7 @@ async def test_what_is_rejected(it: Plant) -> None:
     await it.push(2)
     await it.here.model.serving.reject(2, "it babbles")
     why = _status(it).newest_not_live
-    assert why.startswith("set clear_rejected to apply it all the same")
+    assert why.startswith("set clear_rejected to apply it anyway")
     assert "it babbles" in why
 
 

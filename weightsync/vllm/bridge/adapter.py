@@ -333,8 +333,8 @@ class VllmEngine:
         if served != order.base_digest:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                f"the engine serves {served or 'nothing'}, not {order.base_digest}; its ranks must "
-                "be asked what they hold",
+                f"the engine serves {served or 'nothing'}, not {order.base_digest}; its ranks "
+                "must report what they hold first",
             )
 
     def _device_in_use(self) -> bool:

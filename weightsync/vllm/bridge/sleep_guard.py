@@ -84,7 +84,7 @@ class SleepGuard:
         """Refuse, with ENGINE_ASLEEP, what touches weights while sleep mode holds them."""
         if self.asleep:
             raise WeightSyncError(
-                Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again"
+                Reason.ENGINE_ASLEEP, "wake the engine up, then try again: it is asleep"
             )
 
     def hold(self) -> None:
@@ -208,7 +208,7 @@ class DeviceTurns:
         if self.receiving:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
-                "this engine receives weights from a trainer; try again when it has sent them",
+                "a trainer is sending weights to this engine; try again when it has finished",
                 retry_after_s=1.0,
             )
 

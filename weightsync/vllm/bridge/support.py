@@ -36,7 +36,7 @@ def check_pause(spec: PauseSpec, lease_s: float) -> None:
             "or abort after wait"
         )
     if not 0 < lease_s <= MAX_LEASE_S:
-        raise invalid_request(f"a lease of {lease_s} s; use more than 0 and up to 3600")
+        raise invalid_request(f"lease_s is {lease_s}; use more than 0 and up to 3600")
     if spec.on_expiry is OnExpiry.FENCE and (
         spec.apply is None or not 0 < len(spec.apply.apply_id.encode()) <= _MAX_ID_BYTES
     ):

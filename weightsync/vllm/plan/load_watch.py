@@ -425,7 +425,7 @@ def _note(look: Any, model: torch.nn.Module) -> None:
         look(model)
     except Exception:
         # vLLM goes on with what it does; without a record the model is refused by name.
-        logger.exception("what loading makes of the model could not be seen")
+        logger.exception("could not observe what loading changes in the model")
 
 
 def _look_before(model: torch.nn.Module) -> None:
@@ -463,7 +463,7 @@ def _note_value(tensor: torch.Tensor) -> None:
             loading.note(tensor)
         except Exception:
             # VLLM goes on with what it does.
-            logger.exception("what loading reads of the model could not be seen")
+            logger.exception("could not observe what loading reads from the model")
             loading.some = True
 
 

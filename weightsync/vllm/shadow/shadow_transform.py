@@ -211,7 +211,7 @@ class ShadowTransform:
         try:
             loader.unmap(sorted(gone), _LEAST_S)
         except LoaderError:
-            logger.exception("weightsync: the loader keeps what does not exist any more")
+            logger.exception("weightsync: the loader still holds memory that no longer exists")
             self._end_loader(loader)
         finally:
             self._asking.release()

@@ -45,7 +45,7 @@ def away(why: str) -> WeightSyncError:
     """Return the refusal of a job for want of a trainer, of which there will be one soon."""
     return WeightSyncError(
         Reason.TRAINER_AWAY,
-        f"no trainer can do this now ({why}); see the server's log, then send it again",
+        f"check the server's log, then send it again: no trainer is available ({why})",
     )
 
 
@@ -57,8 +57,7 @@ def unstartable(error: WeightSyncError, again_s: float) -> WeightSyncError:
     """
     return WeightSyncError(
         Reason.TRAINER_AWAY,
-        f"no trainer can be started, which is tried again after at most {again_s:g} s: "
-        f"{error.message}",
+        f"no trainer can be started; the server tries again within {again_s:g} s: {error.message}",
         metadata=error.metadata,
     )
 

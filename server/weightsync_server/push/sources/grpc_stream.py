@@ -68,9 +68,9 @@ class UploadStream:
         except TimeoutError:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                f"no message came for {self._pushes.limits.stream_idle_timeout_s:g} s; open a new "
-                "stream, resume from the offsets that GetPush tells, and send heartbeats while the "
-                "next bytes are being made",
+                f"no message arrived for {self._pushes.limits.stream_idle_timeout_s:g} s; open a "
+                "new stream, resume from the offsets that GetPush returns, and send heartbeats "
+                "while you prepare the next bytes",
                 retry_after_s=_RETRY_AFTER_S,
             ) from None
         except WeightSyncError as error:

@@ -65,7 +65,9 @@ def serve_same_host(
     a request.
     """
     if not writers_are_seen():
-        logger.warning("no memory is lent to trainers: this kernel grants no leases on it")
+        logger.warning(
+            "trainers get no shared memory: this kernel does not support file leases on it"
+        )
         return None
     offers = SameHostOffers(pushes, socket, collector)
     stack.callback(SameHostServer(socket, offers.session, silence_s).close)
@@ -196,9 +198,9 @@ class SameHostSession:
         try:
             return await work
         except Exception as error:
-            refusal = to_refusal(error, "lending memory to a trainer")
+            refusal = to_refusal(error, "giving a trainer access to memory")
             if refusal is not error:
-                logger.exception("lending memory to a trainer")
+                logger.exception("giving a trainer access to memory")
             if self._push is not None and refusal.reason in FATAL:
                 self._push.lifecycle.fail(refusal)
                 await self._push.lifecycle.closed()

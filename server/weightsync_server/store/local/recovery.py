@@ -98,8 +98,8 @@ def _refuse_foreign(root: Path) -> None:
         elif entry.name != "lost+found":
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"{root} is no WeightSync store and not empty (it holds {entry.name!r}); name an "
-                "empty or new directory",
+                f"{root} is not a WeightSync store, and not empty (it holds {entry.name!r}); name "
+                "an empty or new directory",
             )
 
 

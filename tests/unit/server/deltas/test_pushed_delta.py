@@ -354,7 +354,7 @@ async def test_a_delta_that_does_not_make_what_it_tells_is_refused(here: World) 
         ]  # fmt: skip
     shards = [delta_shard(items, first)]
     text = await _refused(here, shards, Reason.DIGEST_MISMATCH, base=first, commit=content(second))
-    assert "does not make what it tells" in text
+    assert "does not reproduce its declared digest" in text
 
 
 async def test_a_key_of_an_open_push_of_another_kind_is_refused(here: World) -> None:

@@ -126,7 +126,7 @@ async def test_an_abort_that_the_register_does_not_take_has_an_end(
 
     with monkeypatch.context() as broken:
         broken.setattr(fleet.register, "create", full)
-        with pytest.raises(WeightSyncError, match="call again once the register takes") as caught:
+        with pytest.raises(WeightSyncError, match="call again once the register accepts") as caught:
             await fleet.coordinator().abort()
     assert caught.value.reason is Reason.DEADLINE_EXCEEDED
     applying.cancel()

@@ -152,7 +152,7 @@ async def test_two_that_send_the_same_are_compared(box_world: World) -> None:
         *(writer.push(box_world) for writer in writers), return_exceptions=True
     ):
         assert isinstance(error, WeightSyncError)
-        assert "writers 0 and 1 are to hold the same" in error.message
+        assert "writers 0 and 1 declared the same part" in error.message
 
 
 async def test_one_that_sends_a_box_twice_is_refused(box_world: World) -> None:
@@ -461,11 +461,11 @@ async def test_two_processes_with_one_number_do_not_mix(box_world: World) -> Non
     await stranger.stream(box_world, list(stranger.held[1].all()))
     await asyncio.sleep(0.1)
     late = stranger.held[0]
-    with pytest.raises(WeightSyncError, match="two processes have its number") as caught:
+    with pytest.raises(WeightSyncError, match="two processes use this number") as caught:
         await stranger.stream(box_world, [late.boxes(), late.digests()])
     assert caught.value.reason is Reason.DIGEST_MISMATCH
     for writer in writers:
-        with pytest.raises(WeightSyncError, match="two processes have its number"):
+        with pytest.raises(WeightSyncError, match="two processes use this number"):
             await writer.commit(box_world)
     assert box_world.model.table.list() == []
 

@@ -167,7 +167,7 @@ async def test_a_delta_in_the_place_of_another_is_refused(
         await until(lambda: there.metric("weightsync_follow_failures_total") > 1)
         assert there.here.model.table.list() == []
     assert "the delta of version 3" in caplog.text
-    assert "its record tells" in caplog.text
+    assert "its record says" in caplog.text
 
 
 async def test_retention_bounds_what_a_follower_keeps(origin: World, tmp_path: Path) -> None:

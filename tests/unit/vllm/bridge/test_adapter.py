@@ -724,7 +724,7 @@ async def test_what_vllm_takes_too_long_for_fences_until_it_has_returned(what: s
     assert state is EngineState.FENCED
     assert f"did not answer a {what}" in reason
     error = await _refused(engine.resume("", 7, DIGEST))
-    assert "has not yet" in error.message
+    assert "has not paused" in error.message
     llm.log.clear()
     slow.set()
     await _until(lambda: ("keep", False) in llm.log[1:])

@@ -38,7 +38,7 @@ async def test_a_process_that_stood_still_past_its_lease_finds_it_gone(
     time.sleep(0.1)  # noqa: ASYNC251 - the loop itself must stand still
     error = await _refused(again(engine, lease.lease_id))
     assert error.reason is Reason.ENGINE_REFUSED
-    assert "not the present one" in error.message
+    assert "not the current lease" in error.message
     # It ends as without a server: on what every rank holds, with its own label.
     await _until(lambda: _state(engine) is EngineState.SERVING)
     assert llm.log[-2:] == ["label 7", "resume"]

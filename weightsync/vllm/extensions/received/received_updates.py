@@ -70,7 +70,8 @@ class UpdateSteps:
             if clock.monotonic() > until:
                 raise WeightSyncError(
                     Reason.ENGINE_REFUSED,
-                    f"rank {running[0]} got no memory for the update within {_RESERVE_S:g} s",
+                    f"rank {running[0]} could not reserve memory for the update within "
+                    f"{_RESERVE_S:g} s",
                 )
             await asyncio.sleep(backoff_s(next(asked), _FIRST_POLL_S, _LAST_POLL_S, 1.2))
 
@@ -261,7 +262,7 @@ class ReceivedUpdates:
         async with self._exclusive():
             update, watcher = self._begun(), self._check_server()
             if not update.parts:
-                raise invalid_request("no tensor has come; call update_weights before this")
+                raise invalid_request("no tensor has arrived; call update_weights before this")
             if len(label.encode()) > _MAX_LABEL_BYTES:
                 raise invalid_request(f"weight_version is over {_MAX_LABEL_BYTES} bytes")
             update.outcome = asyncio.get_running_loop().create_future()
@@ -273,7 +274,7 @@ class ReceivedUpdates:
             except TimeoutError:
                 raise WeightSyncError(
                     Reason.ENGINE_REFUSED,
-                    f"weightsync-server told no outcome for {_OUTCOME_S:g} s; look into its log",
+                    f"weightsync-server reported no outcome for {_OUTCOME_S:g} s; check its log",
                 ) from None
             finally:
                 self._update = None
@@ -351,9 +352,9 @@ class ReceivedUpdates:
         if left_s > 0:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
-                "another update is begun and not finished; finish it, call "
-                "shutdown_weight_transfer_engine to drop it, or wait: it is dropped when no verb "
-                f"comes for {self._limit_s:g} s (WEIGHTSYNC_UPDATE_TIMEOUT)",
+                "another update was begun and is not finished; finish it, call "
+                "shutdown_weight_transfer_engine to drop it, or wait: it is dropped if no verb "
+                f"is called for {self._limit_s:g} s (WEIGHTSYNC_UPDATE_TIMEOUT)",
                 retry_after_s=left_s,
             )
 
@@ -384,8 +385,8 @@ class ReceivedUpdates:
         if self._watcher is None:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "no weightsync-server is beside this vLLM, to make a version of what comes; start "
-                f"one with --engine ({reason or 'none is connected'})",
+                "start weightsync-server with --engine for this vLLM: none is connected to make "
+                f"a version of the update ({reason or 'none is connected'})",
                 retry_after_s=1.0,
             )
         if state not in (EngineState.SERVING, EngineState.PAUSED):
@@ -412,7 +413,7 @@ class ReceivedUpdates:
         if update is None or update.update_id != update_id or not update.waiting:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                f"update {update_id[:40]!r} does not wait for a server; take the next one",
+                f"update {update_id[:40]!r} is not waiting for a server; take the next one",
             )
         return update
 
@@ -433,7 +434,7 @@ class ReceivedUpdates:
 def _busy() -> WeightSyncError:
     return WeightSyncError(
         Reason.APPLY_BUSY,
-        "another verb of a weight transfer is under way; wait for its answer",
+        "another verb of a weight transfer is running; wait for its answer",
         retry_after_s=1.0,
     )
 

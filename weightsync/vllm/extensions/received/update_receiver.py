@@ -73,7 +73,7 @@ class UpdateStep:
             if now != before:
                 before, since = now, clock.monotonic()
             elif clock.monotonic() - since > limit_s:
-                logger.error("weightsync: nothing came for %g s; the update is given up", limit_s)
+                logger.error("weightsync: nothing arrived for %g s; the update is dropped", limit_s)
                 end()
                 return
 

@@ -288,7 +288,7 @@ async def test_verbs_come_one_after_the_other(site: _Site) -> None:
     await site.updates.start()
     receiving = asyncio.create_task(site.updates.receive(_info(_SENT)))
     await asyncio.sleep(0)
-    assert "under way" in await _refusal(site.updates.start(), Reason.APPLY_BUSY)
+    assert "is running" in await _refusal(site.updates.start(), Reason.APPLY_BUSY)
     site.ranks[1].gate.set()
     await receiving
     await site.updates.finish("")
@@ -298,7 +298,7 @@ async def test_verbs_out_of_order_are_refused(site: _Site) -> None:
     invalid = Reason.REQUEST_INVALID
     assert "start_weight_update" in await _refusal(site.updates.finish(""), invalid)
     await site.updates.start()
-    assert "no tensor has come" in await _refusal(site.updates.finish(""), invalid)
+    assert "no tensor has arrived" in await _refusal(site.updates.finish(""), invalid)
     await site.updates.receive(_info(_SENT))
     assert "over 256 bytes" in await _refusal(site.updates.finish("x" * 257), invalid)
 
@@ -388,7 +388,7 @@ async def test_two_trainers_are_never_one_update(site: _Site) -> None:
     await site.updates.start()
     await site.updates.receive(_info({"a": _SENT["a"]}))
     for verb in (site.updates.start(), site.updates.open({})):
-        assert "another update is begun" in await _refusal(verb, Reason.APPLY_BUSY)
+        assert "another update was begun" in await _refusal(verb, Reason.APPLY_BUSY)
     await site.updates.receive(_info({"b": _SENT["b"]}))
     await site.updates.finish("")
     assert [list(found) for found in site.taken] == [["a", "b"]]
@@ -414,7 +414,7 @@ async def test_a_trainer_waits_for_an_apply_and_an_apply_for_no_trainer(site: _S
         while site.ranks[0].receiver._sink.arrived < len(_SENT):  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
     assert site.settled == settled + 1
-    with pytest.raises(WeightSyncError, match="receives weights from a trainer"):
+    with pytest.raises(WeightSyncError, match="a trainer is sending weights"):
         site.turns.check_free()
     site.ranks[1].gate.set()
     await receiving
@@ -455,7 +455,7 @@ async def test_while_nobody_watches_no_update_is_begun(
     site.server.cancel()
     await asyncio.wait([site.server])
     said = await _refusal(site.updates.start(), Reason.ENGINE_AWAY)
-    assert "no weightsync-server is beside this vLLM" in said
+    assert "start weightsync-server with --engine for this vLLM" in said
     await site.watch()
     site.state = EngineState.FENCED
     assert "fenced" in await _refusal(site.updates.start(), Reason.ENGINE_AWAY)
@@ -486,7 +486,7 @@ async def test_another_watcher_takes_over(site: _Site) -> None:
 
 async def test_an_update_is_handed_over_once_and_by_its_name(site: _Site) -> None:
     said = await _refusal(site.updates.offer("other", "", ""))
-    assert "does not wait for a server" in said
+    assert "is not waiting for a server" in said
 
 
 async def test_a_socket_that_takes_nothing_fails_the_update(site: _Site) -> None:
