@@ -119,7 +119,7 @@ class MergedAdapters:
         if _dtypes(layer) != dtypes:
             raise _refused(
                 "has adapters whose weights PEFT merges into weights of another dtype; cast them "
-                f"to {', '.join(sorted((str(dtype) for dtype in set(dtypes.values()))))}"
+                f"to {', '.join(sorted(str(dtype) for dtype in set(dtypes.values())))}"
             )
 
     def _set_copies(self, owner: Any) -> None:
