@@ -66,7 +66,7 @@ class NodeGroup:
             )
         before = self._joined.pop(node.rank, None)
         if before is not None:
-            before.leave("was replaced by another one")
+            before.leave("was replaced by another server")
         self._joined[node.rank] = node
         self._changes[node.rank] += 1
 
@@ -79,7 +79,7 @@ class NodeGroup:
     def close(self) -> None:
         """End every call of a node, which would not end by itself."""
         for node in list(self._joined.values()):
-            self.part(node, "was sent away: the server stops")
+            self.part(node, "was disconnected: the server is stopping")
         for page in self._pages.values():
             page.close()
         self._pages.clear()

@@ -70,7 +70,7 @@ class AppliesStatus:
         if serving := [one.name for one in engines if one.live_version == number]:
             return f"apply it to all engines: only {', '.join(serving)} of this host serves it"
         command = "fleet apply" if self.fleet else "apply"
-        return f"run `weightsync {command} {number}`: no apply of it has been asked for"
+        return f"run `weightsync {command} {number}`: no apply of it has been requested"
 
     def _failure(self, version: int) -> str:
         """Return why the last apply of a version has failed; "": it has not, or there was none."""

@@ -334,7 +334,7 @@ def test_what_vllm_passes_on_needs_a_token_where_nobody_is_asked() -> None:
                 for headers in ({}, {"Authorization": "Bearer ws_x"}):
                     answer = httpx.get(vllm + _STATUS, headers=headers)
                     assert answer.status_code == 401
-                    assert "start it with --authority FILE" in answer.json()["error"]
+                    assert "start this server with --authority FILE" in answer.json()["error"]
         finally:
             server.stop()
 

@@ -370,7 +370,10 @@ def test_no_trainer_outlives_the_server(site: _Site, end: str) -> None:
         (
             _ADDING,
             0.2,
-            "was not ready within 0.2 s; have setup of the class do less, or start the server with",
+            (
+                "was not ready within 0.2 s; shorten the setup of the class, or start the "
+                "server with a higher"
+            ),
         ),
         (
             "tests.support.adding_trainer:BrokenTrainer",
@@ -427,7 +430,7 @@ def test_the_state_of_the_optimizer_goes_with_the_version(site: _Site) -> None:
     # Another one's version: from the beginning.
     site.client.apply(site.client.push(_tensors(100)).version)
     assert _began(site.train()) == (first + 5, 1.0)
-    assert site.log.count("with an optimizer that begins anew") == 2
+    assert site.log.count("with an optimizer that starts over") == 2
     # A new process has it still.
     os.kill(site.ready(), signal.SIGKILL)
     _until(lambda: site.done().restarts == 1)

@@ -330,8 +330,8 @@ def test_a_stray_write_is_found_whatever_was_lost(
             within(30, lambda: client.get_version(site.first).live_check is LiveCheck.PASSED)
             logged = len(site.server.log)
             assert tell("write") == "written"
-            said = "has written weight outside a transaction; version"
-            within(30, lambda: f"{said} {site.first} is placed again" in site.server.log[logged:])
+            said = "wrote weight outside a transaction; version"
+            within(30, lambda: f"{said} {site.first} is being restored" in site.server.log[logged:])
             within(30, lambda: client.get_version(site.first).live_check is LiveCheck.PASSED)
             for content in site.contents:
                 assert torch.equal(content, _weight(1))

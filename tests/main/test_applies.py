@@ -114,7 +114,7 @@ def test_applies_are_listed_everywhere_and_outlive_the_server(site: _Site) -> No
     _check_http(site)
     before = client.applies()
     site.restart()
-    # What the engine had in memory has gone with its server, so that it is placed again.
+    # What the engine had in memory has gone with its server, so that it is being restored.
     (placed, *others) = client.applies()
     assert _short(placed) == (ApplyKind.RECOVERY, 1, 1, ApplyResult.APPLIED)
     assert others == before

@@ -160,7 +160,7 @@ def test_without_engines_pushes_are_taken_and_applies_refused() -> None:
         (("--engine=unix:/x/a.sock", "--engine=unix:/y/a.sock"), "would be called a; give"),
         (("--engine=memory", "--engine=unix:/x/a.sock"), "memory goes with no other"),
         (("--engine=none", "--engine=unix:/x/a.sock"), "none goes with no other"),
-        (("--engine=unix:/x/a.sock", "--engines=/x"), "engines names a folder of engines"),
+        (("--engine=unix:/x/a.sock", "--engines=/x"), "give engines, a folder of engines"),
         (("--engine=grpc://a",), "engine must be unix:PATH"),
     ],
 )

@@ -391,7 +391,7 @@ def test_cancelling_one_tells_the_others(host_server: WeightSyncServer) -> None:
         ({"writers": 1}, "held in part"),
         (
             {"writers": 2, "writer": 0, "idempotency_key": "k", "partial": True, "base": 10**6},
-            "keeps the tensors of version 1000000, which the server has not got",
+            "keeps the tensors of version 1000000, which the server does not have",
         ),
         (
             {"writers": 2, "writer": 0, "idempotency_key": "k", "base": 1},

@@ -105,7 +105,7 @@ def test_unproved_engine_refuses_requests_but_tells_that_it_lives(
     seen = before_adoption
     assert seen["state"].state == pb.BRIDGE_STATE_UNRECONCILED
     assert seen["completion"][0] == 503
-    assert "no weightsync-server has proved" in seen["completion"][1]["error"]["message"]
+    assert "no weightsync-server has verified" in seen["completion"][1]["error"]["message"]
     assert seen["models"][0] == 503
     assert seen["open"] == [200, 200, 200]
     assert seen["resume"] == grpc.StatusCode.FAILED_PRECONDITION

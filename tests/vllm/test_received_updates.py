@@ -212,7 +212,7 @@ def _without_trainer(trainer: Any) -> None:
 
 def test_a_trainer_that_never_sends_is_waited_for_no_longer_than_is_set(it: _Site) -> None:
     trainer = it.trainer()
-    assert "nothing came for 6 s" in it.refused(lambda: _without_trainer(trainer))
+    assert "nothing arrived for 6 s" in it.refused(lambda: _without_trainer(trainer))
     said = it.refused(trainer.client.start_weight_update)
     assert "call init_weight_transfer_engine first" in said
     it.trainer().send_weights()
@@ -345,7 +345,7 @@ def test_a_server_that_dies_before_the_outcome_fails_the_update(it: _Site) -> No
         finish()
 
     trainer.client.finish_weight_update = finish_beside_a_death
-    assert "went away before it told the outcome" in _answer(trainer.send_weights)
+    assert "disconnected before it reported the outcome" in _answer(trainer.send_weights)
     it.site.server.stop()
     it.site.server.start()
     it.site.server.wait_serving()

@@ -206,19 +206,19 @@ def unpack(frame: memoryview, size: int) -> NDArray[np.uint8]:
     try:
         header = zstandard.get_frame_parameters(own)
         if header.content_size != size or header.window_size > 1 << _WINDOW_LOG or header.dict_id:
-            raise Broken(f"a frame tells {header.content_size} bytes in place of {size}")
+            raise Broken(f"a frame declares {header.content_size} bytes instead of {size}")
         plane = _contexts.decompressor.decompress(own, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise Broken(f"a plane is no zstd frame: {str(error)!a}") from None
+        raise Broken(f"a plane is not a zstd frame: {str(error)!a}") from None
     if len(plane) != size:
-        raise Broken(f"a frame holds {len(plane)} bytes in place of {size}")
+        raise Broken(f"a frame holds {len(plane)} bytes instead of {size}")
     return np.frombuffer(plane, np.uint8)
 
 
 #: What kernels say is wrong.
 WRONG_BITMAP = "its bitmap does not mark as many elements as declared, or marks one beyond the end"
 WRONG_GAPS = "its gaps do not mark as many elements as declared, or mark one beyond the end"
-WRONG_PLACES = "a position lies outside of the tensor"
+WRONG_PLACES = "a position is outside the tensor"
 WRONG_SM = "its large or wide differences are not as many as declared, or no such"
 
 #: Contiguous bytes.

@@ -211,7 +211,7 @@ def read_index(folder: int, name: str = INDEX, *, links: bool = True) -> Mapping
         if not _is_file_name(file):
             where = shown(file) if isinstance(file, str) else "something else than a file"
             raise _no_index(
-                name, f"it names {where} for {shown(tensor)}, which is no file of its folder"
+                name, f"it names {where} for {shown(tensor)}, which is not a file in its folder"
             )
     return found
 
@@ -285,7 +285,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _TwiceError(f"it tells {shown(key)} twice")
+            raise _TwiceError(f"it lists {shown(key)} twice")
         found[key] = value
     return found
 

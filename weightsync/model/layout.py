@@ -96,7 +96,7 @@ def check_shard(shard: ShardEntry, tensors: Iterable[TensorEntry]) -> tuple[Tens
         _check_tensor(tensor)
         if tensor.begin != position:
             what = (
-                "overlaps the one before" if tensor.begin < position else "leaves a hole before it"
+                "overlaps the one before" if tensor.begin < position else "leaves a gap before it"
             )
             raise _bad_layout(
                 f"tensor {_shown(tensor.name)} begins at byte {tensor.begin} and {what}, "

@@ -166,7 +166,7 @@ class MemoryEngine(MemoryRank):
         if served == order.content_digest:
             self.version = order.version
         if not served:
-            await self.fence("nobody knows what the parameters hold after a switch")
+            await self.fence("the content of the parameters after a switch is not known")
         return SwitchOutcome(replies, served, label_set=True)
 
     async def fence(self, reason: str) -> None:

@@ -36,7 +36,9 @@ class Amount:
         """Read `16GiB`, `16GB`, `1000` or `12.5%`; anything else is a ValueError."""
         match = _AMOUNT.fullmatch(text.strip())
         if match is None or (match[2] == "%" and float(match[1]) > 100):
-            msg = f"{text!r} is no amount of memory; write bytes such as 16GiB, or a share as 10%"
+            msg = (
+                f"{text!r} is not an amount of memory; write bytes such as 16GiB, or a share as 10%"
+            )
             raise ValueError(msg)
         number, unit = float(match[1]), match[2]
         if unit == "%":

@@ -157,7 +157,7 @@ class _Document(_Strict):
             ("token hash", [entry.hash for one in self.principal for entry in one.tokens]),
         ):
             if len(keys) != len(set(keys)):
-                raise ValueError(f"a {kind} stands there twice: each names one principal")
+                raise ValueError(f"give each {kind} to one principal: one is listed twice")
         return self
 
 

@@ -268,7 +268,7 @@ class Applier:
             record = self._model.table.find(applier.supervisor.served.live)
             if record is not None and record.in_place:
                 written[applier.name] = record
-            why = "a rollback was asked for, which does not wait for it"
+            why = "a rollback was asked for, which does not wait for this apply"
             applier.supervisor.checks.break_off(why)
         async with self._taken(request.engine, None, apply_id=_new_apply()) as group:
             kind = pb.RollbackResponse

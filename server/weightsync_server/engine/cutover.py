@@ -220,7 +220,7 @@ class Cutover:
             self.compared_all, self.at_fault = result.compared_all, True
             raise _restored(base, failures)
         if failures or serves != target.digest:
-            await self._fence(failures or ["the ranks did not tell one version"])
+            await self._fence(failures or ["the ranks reported different versions"])
         self._count(target, result)
         result.paused_s = max(rank.switch_s for rank in result.ranks)
 

@@ -150,7 +150,7 @@ class ServingTime:
             yield lease.lease_id
         except BaseException:
             with contextlib.suppress(WeightSyncError):
-                await engine.fence("it was not let serve what it holds")
+                await engine.fence("it was not allowed to serve what it holds")
             raise
 
     def check(self, engine: str, info: EngineInfo) -> EngineInfo:
@@ -158,8 +158,8 @@ class ServingTime:
         if self.left_s is None or LIMITS_SERVING in info.capabilities:
             return info
         warning = (
-            "the plugin in vLLM does not know max_age_s, so that it serves on when this server is "
-            "dead or frozen; install the same weightsync release on both sides"
+            "the plugin in vLLM does not support max_age_s, so it keeps serving when this server "
+            "is dead or frozen; install the same weightsync release on both sides"
         )
         logger.warning("engine %s: %s", engine, warning)
         return replace(info, warnings=(*info.warnings, warning))

@@ -46,7 +46,9 @@ def check_engines(engines: list[str]) -> list[str]:
                 f"unix:/run/engine.sock, not {engine!r}"
             )
         if engine in _ALONE and len(engines) > 1:
-            raise ValueError(f"engine {engine} goes with no other; name it alone, or sockets only")
+            raise ValueError(
+                f"name engine {engine} alone, or only sockets: it cannot be combined with others"
+            )
     names = Counter(map(engine_name, engines))
     twice = next((name for name, count in names.items() if count > 1), "")
     if twice:
@@ -139,7 +141,7 @@ class EngineSet:
     def named(self, name: str) -> list[EngineApplier]:
         """Return the engine with a name, or all if it is empty; never none."""
         if not self._appliers:
-            where = f"no socket lies in {self._folder}" if self._folder else "--engine is none"
+            where = f"there is no socket in {self._folder}" if self._folder else "--engine is none"
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
                 f"this server has no engine ({where}); start one, or ask a server that has one",

@@ -297,7 +297,7 @@ async def _put_back(
             logger.critical("engine %s could not be restored", one.member.name, exc_info=True)
             left += (
                 f"; engine {one.member.name} stays on version {one.plan.target.record.version}, "
-                f"for it could not be put back ({why})"
+                f"because it could not be rolled back ({why})"
             )
         else:
             back[one.member.name] = one.plan

@@ -82,7 +82,7 @@ _HARMLESS = frozenset(
 )
 #: What to do when nothing was written yet. Who commits or switches tells more: it fences.
 _STUCK = (
-    "; vLLM may be stopped or overloaded: look at its log, and call again when GetStatus tells "
+    "; vLLM may be stopped or overloaded: check its log, and call again when GetStatus reports "
     "SERVING"
 )
 

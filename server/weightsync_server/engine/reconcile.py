@@ -141,7 +141,7 @@ class Reconciler:
                 # Measured in the live parameters: every rank claims what it does not hold.
                 self._context.metrics.violate("never_mixed")
         try:
-            with translate_os_errors("placing a version"):
+            with translate_os_errors("restoring a version"):
                 return await self._place(states)
         except WeightSyncError as error:
             if not (self._proving and self._patient) or error.reason in _LASTING:
@@ -229,7 +229,9 @@ class Reconciler:
                 # The model cannot take these tensors, however often it is asked.
                 loads = self._session.loads
                 why = str(loads.no_plan) if loads is not None else ""
-                text = f"{error.message}; it has no load plan, for {why}" if why else error.message
+                text = (
+                    f"{error.message}; it has no load plan, because {why}" if why else error.message
+                )
                 raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, text) from error
             raise
 

@@ -98,7 +98,7 @@ def of_change(error: WeightSyncError, version: int, base: int) -> WeightSyncErro
     return WeightSyncError(
         error.reason,
         f"{error.message}; version {version} is a change of version {base} and has its other "
-        "tensors: where that is at fault, name another with base=, or push all tensors",
+        "tensors: if the base is at fault, name another one with base=, or push all tensors",
         metadata=error.metadata,
     )
 

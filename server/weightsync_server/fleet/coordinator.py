@@ -438,7 +438,7 @@ class Coordinator:
                 raise _busy(plan.number, f" (to version {plan.target.number}, {far})")
             # What a register that was put back says of it may not be all that there was.
             await self._heed()
-            reason = "its coordinator is gone, and another apply waits"
+            reason = "its coordinator has exited, and another apply is waiting"
             given = (plan.number, running.step, Verdict.ABORT, self._name, reason, plan.nonce)
             await decide(self._coordination, *given)
             await asyncio.sleep(_RETRY_S)
@@ -468,7 +468,7 @@ class Coordinator:
                 newest = (await self._read()).seen.number
                 if newest > plan.number:
                     # Members say nothing more of this one.
-                    reason = f"overtaken by apply {newest} before all were seen to be live"
+                    reason = f"superseded by apply {newest} before all members were confirmed live"
                     break
                 if clock.monotonic() >= end:
                     break

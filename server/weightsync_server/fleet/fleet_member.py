@@ -242,7 +242,7 @@ class MemberView:
 
 
 def _fault(error: Exception) -> str:
-    return f"a fault of this server ({error!r:.200}); its log has it: report it"
+    return f"this server failed ({error!r:.200}); report this fault with its log"
 
 
 #: The longest wait until the host is looked at again, and for an answer of the register; seconds.
@@ -329,7 +329,7 @@ class FleetMember:
                 group.create_task(self._read(), name="fleet reader")
                 await self._follow()
         except Exception:
-            await self._until_done(Fence("this server's part in its fleet failed; see its log"))
+            await self._until_done(Fence("this server's part in its fleet failed; check its log"))
             raise
         finally:
             # Who runs it anew is seen again.

@@ -67,10 +67,10 @@ class MemberJournal:
     def refusal_of(self, why: str) -> str:
         """Return what is said of a register that lacks something, with what is to be done."""
         return (
-            f"this member does not follow the register: it was emptied or put back, for {why}; "
-            f"bring its newest state back; or, if that is lost, stop all that refuse, remove "
-            f"{self._path} here, start them, which brings them to what the register says, and "
-            "apply again what they serve now"
+            "restore the newest state of the register: it was emptied or restored from an older "
+            f"copy ({why}), so this member does not follow it; if that state is lost, stop all "
+            f"members that refuse, remove {self._path} here and start them, so that they follow "
+            "the register, then apply again the version that they serve now"
         )
 
     async def stop(self, number: int) -> None:

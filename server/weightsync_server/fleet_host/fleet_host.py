@@ -300,7 +300,7 @@ class LocalHost:
             if self._gate.is_shut:
                 # Its member takes it for one that serves nothing; now it is so, before the version
                 # is waited for.
-                await self._fence_engines(f"this host goes to version {target.number} first")
+                await self._fence_engines(f"this host applies version {target.number} first")
                 await self._check_answered()
             record = await self._find(target)
             if self._gate.is_shut:
@@ -330,7 +330,7 @@ class LocalHost:
         async with self._turn:
             cutover = self._cutover or await self._pause_of_live()
             if cutover is None:
-                await self._stop_serving("this host stands still with its fleet")
+                await self._stop_serving("this host is paused with its fleet")
                 return
             self._cutover = cutover
             try:
@@ -390,7 +390,7 @@ class LocalHost:
     async def reject(self, digest: str, reason: str = "") -> None:
         for record in self._model.table.list():
             if record.content_digest == digest:
-                why = reason or "a rollback of the fleet has left it"
+                why = reason or "the fleet rolled back from it"
                 await reject(self._model.serving, record.version, why)
 
     async def accept(self, digest: str) -> None:
@@ -443,7 +443,7 @@ class LocalHost:
             return
         if cutover.stands_still:
             self._cutover = cutover
-            await self._stop_serving("this host goes to another version")
+            await self._stop_serving("this host is applying another version")
             return
         await cutover.close()
         self._gate.open()
@@ -468,7 +468,7 @@ class LocalHost:
 
     async def _place(self, record: VersionRecord) -> None:
         """Let the engines serve a version that was not prepared on them."""
-        await self._stop_serving(f"version {record.version} is placed")
+        await self._stop_serving(f"version {record.version} is being applied")
         with translate_os_errors("the apply"):
             await self._engines.host_journal.place(record.version)
         self._gate.open()

@@ -67,12 +67,12 @@ def error_document(error: WeightSyncError) -> dict[str, str]:
 
 
 def no_route(paths: Iterable[str]) -> HttpReply:
-    sentence = f"there is no such path here; use one of {', '.join(paths)}"
+    sentence = f"there is no such path; use one of {', '.join(paths)}"
     return wrong_request(HTTPStatus.NOT_FOUND, sentence)
 
 
 def no_method(path: str, method: str) -> HttpReply:
-    sentence = f"{path} takes {method} and nothing else"
+    sentence = f"{path} accepts only {method}"
     return wrong_request(HTTPStatus.METHOD_NOT_ALLOWED, sentence, [("Allow", method)])
 
 

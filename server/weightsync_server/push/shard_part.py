@@ -477,7 +477,9 @@ def check_cover(
             holders = sorted(
                 {part.writer for part in ordered for one in part.slices if one.tensor == position}
             )
-            who = f"which writers {', '.join(map(str, holders))} send" if holders else "of nobody"
+            who = (
+                f"which writers {', '.join(map(str, holders))} send" if holders else "of no writer"
+            )
             raise _refused(
                 f"tensor {tensor.name[:100]!r}, {who}, does not come whole: {problem}; every "
                 "element is sent by exactly one writer"

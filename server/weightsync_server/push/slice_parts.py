@@ -61,15 +61,15 @@ class PushSlices:
         if not self._state.writers.several:
             raise refused(f"{what} before the last part of its layout; send it first")
         raise refused(
-            f"bytes or digests of shard {index} before the last part of writer {writer}'s boxes; "
-            "send those first"
+            f"send the last part of writer {writer}'s boxes before bytes or digests of shard "
+            f"{index}"
         )
 
     async def add(self, part: pb.BoxPart, writer: int, stream: object) -> None:
         """Take a part of what a writer declares of a shard; the last one is checked."""
         writers, shard = self._state.writers, self._state.shards.get(part.shard)
         if not writers.several:
-            raise refused("boxes belong to a push of several writers; begin it with writers")
+            raise refused("begin the push with writers: boxes belong to a push of several writers")
         if shard is None or shard.tensors is None:
             raise refused(f"boxes of shard {part.shard} before the last part of its layout")
         more = len(part.sent) + len(part.replicas)

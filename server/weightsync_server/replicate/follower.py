@@ -83,8 +83,8 @@ _FIND_S = 10.0
 _ADOPT_S = 60.0
 #: What is to be done where numbers mean other content here than in the origin.
 _WAYS_ON = (
-    "push a higher version there; or, where nobody needs what is here, give this follower an empty "
-    "--state-dir"
+    "push a higher version there; or, if the versions here are not needed, give this follower an "
+    "empty --state-dir"
 )
 #: Failures after which the same push goes on: nothing that came is wrong.
 _PASSING = frozenset(
@@ -326,8 +326,8 @@ class Follower:
         if not below or any(table.committed(v.version) for v in versions):
             return
         what = (
-            f"{self.url} has versions up to {versions[-1].version}, none of which is here, where "
-            f"numbers up to {table.highest} were used"
+            f"{self.url} has versions up to {versions[-1].version}, none of which are here, but "
+            f"numbers up to {table.highest} were used here"
         )
         ours = table.find(table.newest)
         commit = ours.commit if ours is not None else None
@@ -336,7 +336,7 @@ class Follower:
                 Reason.VERSION_CONFLICT,
                 f"{what}, and versions were committed since: it was started over; {_WAYS_ON}",
             )
-        self._tell_once(f"{what}: nothing is fetched until there is one above {table.highest}")
+        self._tell_once(f"{what}: nothing is fetched until a version above {table.highest} exists")
 
     def _tell_once(self, what: str) -> None:
         if what not in self._warned:

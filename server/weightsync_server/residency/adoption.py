@@ -339,8 +339,8 @@ async def _check_alike(
         more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
         raise WeightSyncError(
             error.reason,
-            f"send {names}{more} as well: what was bit for bit a matrix that comes is not kept as "
-            f"it was, and the engine needs it ({error.message})",
+            f"send {names}{more} as well: it was bit for bit equal to a matrix that is sent, so "
+            f"it cannot be kept, and the engine needs it ({error.message})",
             metadata=error.metadata,
         ) from error
 

@@ -107,7 +107,7 @@ class StagedDigests:
         await asyncio.gather(*begun, return_exceptions=True)
 
 
-_RESTORE = "restore the store from a copy, or delete the version and push its content anew"
+_RESTORE = "restore the store from a copy, or delete the version and push its content again"
 
 
 def _not_ours(record: VersionRecord, what: str, remedy: str) -> WeightSyncError:
@@ -234,7 +234,7 @@ class Stager:
                 raise
             self._damaged(record, lease.slot)
             remedy = (
-                "it is read from the store again"
+                "the server reads it from the store again"
                 if self._store.durable and record.commit is not None
                 else "push it again"
             )

@@ -380,8 +380,8 @@ def test_a_packed_manifest_is_what_it_says() -> None:
         (frame, len(frame) - 1, "are stored in"),
         (frame, 2049, "are stored in"),
         (_frame(bytes(2040)), 2048, "in place of"),
-        (b"x" * 50, len(records), "no zstd frame"),
-        (frame + b"x", len(records), "no zstd frame"),
+        (b"x" * 50, len(records), "not a zstd frame"),
+        (frame + b"x", len(records), "not a zstd frame"),
     ):
         assert why in _refused(_packed(stored, size), expect).message
 

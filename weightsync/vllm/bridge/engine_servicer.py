@@ -130,7 +130,7 @@ def _with_status(
             status = to_status(error)
         except Exception as error:
             logger.exception("weightsync: %s failed", method.__name__)
-            text = f"the bridge failed ({type(error).__name__}); vLLM's log tells why"
+            text = f"the bridge failed ({type(error).__name__}); check vLLM's log"
             status = to_status(WeightSyncError(Reason.FAULT, text))
         try:
             await context.abort_with_status(status)

@@ -114,14 +114,14 @@ def _refusal(state: EngineState, reason: str) -> tuple[Reason, str]:
         return (
             Reason.APPLY_BUSY,
             (
-                "leave out this resume: weightsync has paused the engine and resumes it by itself "
-                "when its weights are one proved version"
+                "leave out this resume: weightsync has paused the engine and resumes it when its "
+                "weights are one verified version"
             ),
         )
     return (
         Reason.ENGINE_FENCED,
         (
             f"leave out this resume: weightsync keeps the engine from serving ({reason}) and "
-            "resumes it by itself when its weights are one proved version"
+            "resumes it when its weights are one verified version"
         ),
     )

@@ -101,7 +101,7 @@ class SleepGuard:
         Raises RuntimeError at a level that throws the served weights away.
         """
         if level >= _DISCARDS:
-            msg = f"sleep level {level} throws the served weights away; use level 1 with WeightSync"
+            msg = f"sleep level {level} discards the served weights; use level 1 with WeightSync"
             raise RuntimeError(msg)
         await self._in_turn(
             lambda: self._fall_asleep("sleep", level, *args, takes=level > 0, **kwargs)

@@ -199,6 +199,6 @@ class WorkerCalls:
                 return
             if clock.monotonic() > deadline:
                 why = busy[0]["error"] or "it is at work"
-                msg = f"rank {busy[0]['rank']} does not let go of the weights ({why}); try again"
+                msg = f"rank {busy[0]['rank']} does not release the weights ({why}); try again"
                 raise RuntimeError(msg)
             await asyncio.sleep(_SETTLE_S)

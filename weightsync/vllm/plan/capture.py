@@ -220,8 +220,9 @@ def _check_cast(origin: _Origin, dtype: torch.dtype) -> None:
         return
     pushed, wanted = (safetensors_dtype(each) or str(each) for each in (origin.dtype, dtype))
     msg = (
-        f"tensor {origin.name} is {pushed} where the model holds {wanted}, which is no conversion "
-        f"but a quantisation; push it as {wanted}, with its scales where it has some"
+        f"tensor {origin.name} is {pushed} where the model holds {wanted}, which would be a "
+        f"quantisation and not a conversion; push it as {wanted}, with its scales where it has "
+        "some"
     )
     raise PlanRefusedError(msg, [origin.name])
 

@@ -148,7 +148,7 @@ def _switched(
     back = _restored(rank, base_id)
     if not agree("restored", yes=rank.holds(base_id)):
         text = back.get("error") or "another rank failed"
-        raise NoConsensusError(f"the base could not be put back ({text})")
+        raise NoConsensusError(f"the base could not be restored ({text})")
     return {**back, "ok": False, "error": error}
 
 

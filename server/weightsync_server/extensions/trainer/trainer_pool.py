@@ -171,8 +171,7 @@ _FOLDER_S = 3600.0
 #: Output of the user's class, beside the log.
 _STDERR = 2
 _SLOW_REMEDY = (
-    "have setup of the class do less, or start the server with more than that as "
-    "--trainer-start-timeout-s"
+    "shorten the setup of the class, or start the server with a higher --trainer-start-timeout-s"
 )
 
 
@@ -345,7 +344,7 @@ class TrainerPool(ProcessPool):
     def _heard(self, notice: dict[str, Any]) -> None:
         op, job = notice.get("op"), self.running
         if op == "leaving":
-            self._leaving = f"begins anew: {notice['why']}"
+            self._leaving = f"starts over: {notice['why']}"
         elif op == "saved":
             self._folders.keep(int(notice["version"]))
         elif op == "started" and job is not None:
@@ -426,7 +425,7 @@ class TrainerPool(ProcessPool):
     def _started(self, job: TrainJob, version: int) -> None:
         job.begun = True
         state = self.state.version
-        of = f"the state of version {state}" if state else "an optimizer that begins anew"
+        of = f"the state of version {state}" if state else "an optimizer that starts over"
         logger.info("job %s begins on version %d with %s", job.id, version, of)
         job.tell(pb.TrainResponse(started=pb.TrainStarted(version=version, state_version=state)))
 

@@ -237,7 +237,7 @@ class SameHostSession:
         await failpoints.reach("receive.lend")
         _check_nothing_here(part)
         if part.framing is PartFraming.CHANGES:
-            raise refused(f"what changed in boxes of shard {shard} is sent as chunks")
+            raise refused(f"send what changed in boxes of shard {shard} as chunks")
         if not part.size:
             # Without it the shard may be proved at any time, and nobody may write any more.
             raise refused(
@@ -254,7 +254,7 @@ class SameHostSession:
         segment = part.shard.segment
         granted = segment is not None and segment.granted and part.gpu_copy is None
         if part.owner is not self or segment is None or not granted:
-            raise refused(f"shard {shard} was not lent on this connection; ask for it first")
+            raise refused(f"shard {shard} was not shared on this connection; ask for it first")
         if part.framing is PartFraming.FILE:
             # Of several writers all let go of the shard before its proof.
             await failpoints.reach("receive.written")
@@ -273,7 +273,9 @@ class SameHostSession:
         check_open(push.state)
         described = push.state.shards.get(shard)
         if described is None or described.tensors is None:
-            raise refused(f"memory of shard {shard} before the last part of its layout; send it")
+            raise refused(
+                f"send the last part of the layout of shard {shard} before asking for its memory"
+            )
         return push, push.slices.find(shard, self._writer)
 
     async def _leave(self) -> None:

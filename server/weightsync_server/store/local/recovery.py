@@ -66,7 +66,7 @@ def _based(model: Path, records: list[CommitRecord], lost: list[str]) -> list[Co
     """Return the versions that can be read; put aside a delta without its base."""
     good, others = based(records)
     for record in others:
-        why = f"its base, version {record.base_version}, is not there or another one"
+        why = f"its base, version {record.base_version}, is missing or different"
         lost.append(str(_quarantine(model / f"v{record.version}", why)))
     return good
 

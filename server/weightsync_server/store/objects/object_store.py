@@ -120,7 +120,7 @@ class ObjectStore:
         lost = await model.lost()
         known = model.catalog.known
         good, unbased = based(known[n].record for n in sorted(known) if n not in lost)
-        why = "its base is not there or another one"
+        why = "its base is missing or different"
         others = [f"{name}/v{record.version} is damaged ({why})" for record in unbased]
         return good, [*lost.values(), *others]
 

@@ -286,7 +286,7 @@ class _CachedShard:
         for data in found.stream():
             to = at + len(data)
             if to > end:
-                raise ValueError("more came than was asked for")
+                raise ValueError("more bytes arrived than were requested")
             digest.update(data)
             self._view[at:to] = memoryview(data)
             at = to

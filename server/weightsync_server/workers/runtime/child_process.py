@@ -172,7 +172,7 @@ class ChildProcess:
                 what = f"was not ready within {ready_timeout_s:g} s"
                 raise _failed(program, what, program.slow_remedy) from error
             if isinstance(error, (OSError, ValueError, KeyError)):
-                raise _failed(program, f"did not begin as it should: {error!r}") from error
+                raise _failed(program, f"did not start correctly: {error!r}") from error
             raise
         return self
 

@@ -262,7 +262,7 @@ def test_a_folder_of_somebody_else_is_in_the_way(source: Path, tmp_path: Path) -
     theirs = tmp_path / ".x.new"
     theirs.mkdir()
     (theirs / "file").write_text("theirs")
-    with pytest.raises(ClientError, match=r"remove .*\.x\.new, which this server has not made"):
+    with pytest.raises(ClientError, match=r"remove .*\.x\.new, which this server did not create"):
         _write(str(source), tmp_path / "x")
     assert (theirs / "file").read_text() == "theirs"
 

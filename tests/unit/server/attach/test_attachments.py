@@ -451,7 +451,7 @@ async def test_what_anybody_could_write_before_a_block_is_compared(
 
 async def test_where_a_rank_does_not_answer_nothing_is_handed_out(host: _Host) -> None:
     host.answered = False
-    with pytest.raises(WeightSyncError, match="rank 0/0/0 does not say who can write") as caught:
+    with pytest.raises(WeightSyncError, match="rank 0/0/0 does not report who can write") as caught:
         await host.offer("a")
     assert caught.value.reason is Reason.ENGINE_REFUSED
 

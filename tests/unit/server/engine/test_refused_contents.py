@@ -70,7 +70,7 @@ async def test_of_a_change_what_it_keeps_is_named(it: Plant) -> None:
     table.get(3).base = table.get(2)
     error = await _refused(it, 3)
     assert "version 3 is a change of version 2" in error.message
-    assert "name another with base=" in error.message
+    assert "name another one with base=" in error.message
     table.get(3).base = None
 
 

@@ -431,7 +431,7 @@ async def test_loaders_that_ended_for_a_sleep_have_not_failed(
     waiting = asyncio.create_task(loads.ensure(here.model.table.get(3), 5))
     await engine.loads(2)
     engine.presence = EngineLiveness.ASLEEP
-    engine.tell({"phase": "failed", "error": "the load was given up"})
+    engine.tell({"phase": "failed", "error": "the load was cancelled"})
     with pytest.raises(WeightSyncError, match="wake the engine up, then try again"):
         await waiting
     assert not loads.resident("live")

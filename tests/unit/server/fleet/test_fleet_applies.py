@@ -263,7 +263,7 @@ async def test_a_key_of_a_member_that_nobody_renews_is_waited_for_by_nobody(
     assert "members/zz belongs to no running member" in caplog.text
     (a, zz) = (await FleetStatusReader(fleet.register).status()).members
     assert (a.name, zz.name) == ("a", "zz")
-    assert zz.state.startswith("no member: remove members/zz")
+    assert zz.state.startswith("remove members/zz")
     needs = FleetNeeds("f")
     needs.read(fleet.register)
     assert await needs.contents() >= {version(3).digest}

@@ -312,7 +312,7 @@ async def test_bytes_before_boxes_and_boxes_before_the_layout_are_refused(
     await writer.begin(box_world)
     with pytest.raises(WeightSyncError, match="before the last part of its layout"):
         await writer.stream(box_world, [held.boxes()])
-    with pytest.raises(WeightSyncError, match="before the last part of writer 0's boxes"):
+    with pytest.raises(WeightSyncError, match="the last part of writer 0's boxes before"):
         await writer.stream(box_world, [*held.shard.layout(), *held.chunks()])
 
 
@@ -336,7 +336,7 @@ async def test_boxes_in_a_push_of_one_are_refused(box_world: World) -> None:
     shards = simple()
     response = await box_world.pushes.begin(pb.BeginPushRequest(model="m"), None)
     boxes = pb.PushWeightsRequest(boxes=pb.BoxPart(shard=0, last=True))
-    with pytest.raises(WeightSyncError, match="begin it with writers"):
+    with pytest.raises(WeightSyncError, match="begin the push with writers"):
         await box_world.join(response.push_id, [*shards[0].layout(), boxes])
 
 

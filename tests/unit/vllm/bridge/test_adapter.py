@@ -195,11 +195,11 @@ async def test_what_vllm_has_loaded_is_served_before_a_proof_while_nobody_has_wr
     llm.digests, llm.written = ["", ""], False
     await engine.resume("", 0, "")
     assert _state(engine) is EngineState.SERVING
-    assert "proved yet" in (await engine.health()).reason
+    assert "verified yet" in (await engine.health()).reason
     # Its proof gives it a label, under a pause.
     llm.digests = [DIGEST, DIGEST]
     lease = await engine.pause(PauseSpec(), 5)
-    assert "proved yet" in engine.condition()[1], "what waits now is not answered unproved later"
+    assert "verified yet" in engine.condition()[1], "what waits now is not answered unproved later"
     assert await engine.resume(lease.lease_id, 7, DIGEST) is True
     assert llm.log[-2:] == ["label 7", "resume"]
     assert not (await engine.health()).reason

@@ -114,7 +114,7 @@ class UpdateSteps:
                 return reports
             raised = [report for report in reports if report["raised"]]
             if clock.monotonic() - since > (_LAST_S if raised else self._limit_s):
-                why = f"nothing came for {self._limit_s:g} s (WEIGHTSYNC_UPDATE_TIMEOUT)"
+                why = f"nothing arrived for {self._limit_s:g} s (WEIGHTSYNC_UPDATE_TIMEOUT)"
                 rank = raised[0]["rank"] if raised else running[0]
                 raise WeightSyncError(
                     Reason.ENGINE_REFUSED,
@@ -376,7 +376,7 @@ class ReceivedUpdates:
             self._expect_verb(update, self._limit_s)
             return
         async with self._exclusive():
-            update.failure = f"no verb came for {self._limit_s:g} s"
+            update.failure = f"no verb was called for {self._limit_s:g} s"
             logger.warning("weightsync: %s is dropped: %s", update.update_id, update.failure)
             await self._steps.forget()
 
@@ -419,8 +419,9 @@ class ReceivedUpdates:
 
     def _lose(self) -> None:
         self._settle(
-            "the weightsync-server went away before it told the outcome; the engine serves one "
-            "whole version, the old or the new: ask the server which, or send the update again"
+            "the weightsync-server disconnected before it reported the outcome; the engine "
+            "serves one whole version, the old or the new: ask the server which, or send the "
+            "update again"
         )
 
     def _settle(self, failure: str) -> None:
@@ -445,7 +446,7 @@ def _with_remedy(error: WeightSyncError) -> WeightSyncError:
         return error
     return WeightSyncError(
         error.reason,
-        f"{error.message}; the connection was ended, for more may have been sent: call "
+        f"{error.message}; the connection was ended, because more may have been sent: call "
         "init_weight_transfer_engine and send the update again",
         retry_after_s=error.retry_after_s,
     )

@@ -227,7 +227,7 @@ async def test_a_rank_that_fails_voids_the_update_and_the_connection(
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_tensor_that_did_not_come_voids_the_update_alone(site: _Site, rank: int) -> None:
     del site.ranks[rank].sent["b"]
-    assert "did not come, such as 'b'" in await _refusal(site.send())
+    assert "did not arrive, such as 'b'" in await _refusal(site.send())
     assert "has failed" in await _refusal(site.updates.finish(""))
     assert site.taken == []
     site.ranks[rank].sent = dict(_SENT)
@@ -238,7 +238,7 @@ async def test_a_tensor_that_did_not_come_voids_the_update_alone(site: _Site, ra
 async def test_a_rank_that_gets_nothing_is_not_waited_for_for_ever(site: _Site, rank: int) -> None:
     site.ranks[rank].gate.clear()
     said = await _refusal(site.send())
-    assert f"rank 0/0/{rank} did not receive the update: nothing came for 1.5 s" in said
+    assert f"rank 0/0/{rank} did not receive the update: nothing arrived for 1.5 s" in said
     # That is what ends its wait.
     assert await asyncio.to_thread(site.ranks[rank].closed.wait, 10)
     sink = site.ranks[rank].receiver._sink
@@ -333,7 +333,7 @@ async def test_tensors_of_an_update_that_has_failed_end_the_connection(site: _Si
     await site.updates.start()
     await site.updates.receive(_info({"a": _SENT["a"]}))
     again = await _refusal(site.updates.receive(_info({"a": _SENT["a"]})))
-    assert "came before in this update" in again
+    assert "already arrived in this update" in again
     assert "init_weight_transfer_engine" not in again
     said = await _refusal(site.updates.receive(_info({"b": _SENT["b"]})))
     assert "has failed" in said
@@ -378,8 +378,8 @@ async def test_memory_of_an_update_that_nobody_finishes_is_given_back(
     async with asyncio.timeout(10):
         while _open_files() > before:  # noqa: ASYNC110 - nobody tells when it is dropped
             await asyncio.sleep(0.02)
-    assert "is dropped: no verb came for 1.5 s" in caplog.text
-    assert "no verb came" in await _refusal(site.updates.finish(""))
+    assert "is dropped: no verb was called for 1.5 s" in caplog.text
+    assert "no verb was called" in await _refusal(site.updates.finish(""))
     # That is no matter of the connection to the trainer.
     await site.send()
 
@@ -470,7 +470,7 @@ async def test_a_watcher_that_goes_away_fails_what_it_was_given(site: _Site) -> 
     sending = asyncio.create_task(site.send())
     update = await first
     await lost.aclose()
-    assert "went away before it told" in await _refusal(sending)
+    assert "disconnected before it reported" in await _refusal(sending)
     await site.updates.end(update.update_id, 7, "")
     await site.watch()
     await site.send()
