@@ -114,7 +114,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "in_place.live": "the engine generates on what was written, which is not pushed",
         "in_place.copied": "it is pushed, its INTENT is durable, before ranks compare",
         "in_place.proved": "every rank is proved to hold what was pushed",
-        "in_place.restore": "before the version before a transaction is put back",
+        "in_place.restore": "before the version before a transaction is restored",
         "host.intent": "engines are ready, before the INTENT for all of them is written",
         "host.still": "all engines are paused, none is written",
         "host.decide": "all engines are proved, before COMMIT is written",

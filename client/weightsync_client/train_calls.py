@@ -123,7 +123,7 @@ def train_call(
 ) -> Call[TrainProgress]:
     """Give the trainer a job; what is read is one of the messages that come."""
     if not isinstance(request, Mapping):
-        raise invalid("the request is no mapping of names to values")
+        raise invalid("the request is not a mapping of names to values")
     with typed_errors():
         message = pb.TrainRequest(model=model, request=to_struct("the request", request))
     return Call("Train", message, _longest(timeout_s, timeouts), to_progress, _STUB)

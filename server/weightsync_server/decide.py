@@ -189,7 +189,7 @@ def next_step(plan: DecisionPlan, state: DecisionState) -> Order:
     if not waiting:
         return Decide(step, Verdict.COMMIT)
     if lost := state.gone.intersection(waiting):
-        why = "gone from the fleet's register; apply again, without it unless its server is back"
+        why = "no longer in the fleet's register; apply again, without it unless its server is back"
         return Decide(step, Verdict.ABORT, f"{_names(lost)} is {why}")
     if state.late:
         return Decide(step, Verdict.ABORT, f"{_names(waiting)} did not answer in time")

@@ -252,7 +252,7 @@ class NodeServicer:
             raise WeightSyncError(Reason.SHUTTING_DOWN, f"node {node.rank} {node.left}")
         finally:
             listening.cancel()
-            self._group.part(node, "has gone")
+            self._group.part(node, "has exited")
             logger.warning("the weightsync-server of node %d %s", node.rank, node.left)
 
     async def read_staged(
@@ -276,7 +276,7 @@ class NodeServicer:
                     self._group.report(node, request.report)
                 elif request.HasField("ready"):
                     node.take(request.ready)
-        self._group.part(node, "has gone")
+        self._group.part(node, "has exited")
 
 
 async def _hello(requests: AsyncIterator[pb.JoinRequest]) -> int:

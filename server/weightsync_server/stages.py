@@ -407,7 +407,7 @@ def _refusing_address(address: str, flag: str) -> Iterator[None]:
     except OSError as error:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"{address} is taken, or is no address that this server may use; choose another "
+            f"{address} is in use, or is not an address that this server may use; choose another "
             f"with {flag}",
         ) from error
 

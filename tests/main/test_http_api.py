@@ -294,7 +294,7 @@ def _other_shape(folder: Path) -> None:
         (_no_index, "not an index of safetensors files"),
         (_link, "links are not followed"),
         (_link_index, "links are not followed"),
-        (_fifo, "no regular file"),
+        (_fifo, "not a regular file"),
         (_other_shape, "the engine has"),
     ],
 )

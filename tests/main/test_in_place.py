@@ -248,7 +248,7 @@ def test_an_error_in_the_block_takes_it_back(site: _Site) -> None:
         kept, taken_back = (one for one in client.applies(2))
     assert (kept.result, taken_back.result) == (ApplyResult.APPLIED, ApplyResult.RESTORED)
     assert (taken_back.previous_version, taken_back.engine) == (site.first, "memory")
-    assert "the trainer has taken it back" in taken_back.reason
+    assert "the trainer withdrew it" in taken_back.reason
     assert site.recover() == site.first + 1
 
 
@@ -317,7 +317,7 @@ def test_the_pause_ends_by_the_setting_however_often_it_is_renewed() -> None:
                     _until(attached._transaction.renew)  # type: ignore[union-attr]
 
                 message = _refused(attached, Reason.APPLY_RESTORED, renew, lease_s=20.0)
-                assert "has stood still for 1 s, which is --in-place-pause-s" in message
+                assert "has been paused for 1 s, the limit of --in-place-pause-s" in message
                 assert site.server.wait_serving().live_version == site.first
                 assert torch.equal(attached.read("b"), _tensors(1)["b"])
                 attached.check()
@@ -397,7 +397,7 @@ def test_what_came_to_nothing_while_it_waited_pauses_nothing(site: _Site) -> Non
 
         assert "a rollback was asked for" in _refused(attached, Reason.APPLY_RESTORED, wait)
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
-        assert site.log.count("is put back") == 1
+        assert site.log.count("is being restored") == 1
     assert site.recover() == site.first
 
 
@@ -624,7 +624,7 @@ def test_nobody_takes_what_is_not_proved_yet(site: _Site) -> None:
             watching.start()
 
         def look() -> None:
-            while "is put back" not in site.log:
+            while "is being restored" not in site.log:
                 newest = client.versions()[0]
                 if newest.version > site.first:
                     seen.append(newest.durability)
@@ -828,9 +828,9 @@ def test_a_tied_tensor_is_left_out_of_an_update(site: _Site) -> None:
     [
         (None, "takes tensors by name, not NoneType"),
         ([("b", torch.zeros(3))], "takes tensors by name, not list"),
-        ({"w": [1.0]}, "w is no dense tensor"),
-        ({"w": torch.zeros(8, 4, device="meta")}, "w is no dense tensor"),
-        ({"w": torch.zeros(8, 4).to_sparse()}, "w is no dense tensor"),
+        ({"w": [1.0]}, "w is not a dense PyTorch tensor"),
+        ({"w": torch.zeros(8, 4, device="meta")}, "w is not a dense PyTorch tensor"),
+        ({"w": torch.zeros(8, 4).to_sparse()}, "w is not a dense PyTorch tensor"),
         ({"w": ShardedTensor((8, 4), "F32", [])}, "call init_process_group first"),
     ],
 )
@@ -884,7 +884,7 @@ def test_processes_that_have_parts_have_them_served_together(
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("missing", "tensors are missing, unknown to the engine, or of another dtype or shape"),
+        ("missing", "tensors are missing, unknown to the engine, or of a different dtype or shape"),
         ("fails", "ZeroDivisionError: division by zero"),
         ("changes", "w (of 1) changed while they were copied into the engine"),
     ],
@@ -903,7 +903,7 @@ def test_what_fails_in_one_process_fails_in_all(
 def test_a_process_that_dies_takes_the_update_with_it(site: _Site, tmp_path: Path) -> None:
     first, second = _joint(site, tmp_path, "dies")
     assert "a rank of the trainer has exited" in first
-    assert "start the processes anew and attach again" in first
+    assert "restart the processes and attach again" in first
     assert second == ""
     with site.attached() as attached:
         assert torch.equal(attached.read("w"), _tensors(1)["w"])

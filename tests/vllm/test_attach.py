@@ -249,7 +249,7 @@ def test_what_is_served_in_another_dtype_is_written_in_that(
         assert client.verify().verified
         client.rollback()
         assert site.vllm.complete(_PROMPT) == after
-        assert "is put back" not in site.server.log
+        assert "is being restored" not in site.server.log
 
 
 @pytest.mark.battery

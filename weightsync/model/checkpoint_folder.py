@@ -325,7 +325,7 @@ def _not_opened(name: str, index: Mapping[str, str], error: OSError) -> Never:
 
 def _no_file(name: str, *, links: bool) -> WeightSyncError:
     if links:
-        return invalid_request(f"{shown(name)} is no regular file; {_WHOLE}")
+        return invalid_request(f"{shown(name)} is not a regular file; {_WHOLE}")
     return invalid_request(
         f"{shown(name)} is a link or not a regular file; give a regular file: links are not "
         "followed"

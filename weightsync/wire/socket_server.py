@@ -226,9 +226,9 @@ def peer_process(peer: socket.socket, who: PeerCredentials) -> int:
         if not who.pid:
             raise WeightSyncError(
                 Reason.NOT_SUPPORTED,
-                "run the process that connects in the PID namespace of weightsync-server, or both "
-                "on Linux 6.5 or newer: it is in another one, where this kernel does not tell "
-                "which it is",
+                "run the process that connects in the PID namespace of weightsync-server, or "
+                "both on Linux 6.5 or newer: it is in another one, and this kernel does not "
+                "reveal its id there",
             ) from error
         return os.pidfd_open(who.pid)
     os.set_inheritable(found, False)

@@ -109,7 +109,7 @@ class Attached(Mapping[str, torch.Tensor]):
         self.check_open()
         parts = self.boxes[name]
         if len(parts) != 1 or tuple(parts[0].view.shape) != self._shapes[name]:
-            msg = f"{name} lies in {len(parts)} places; see boxes, read and write"
+            msg = f"{name} is in {len(parts)} places; use boxes, read and write"
             raise KeyError(msg)
         return parts[0].view
 
@@ -298,8 +298,8 @@ class Attached(Mapping[str, torch.Tensor]):
         wrong = sorted(name for name in here.keys() | kinds if here.get(name) != kinds.get(name))
         if wrong:
             raise invalid(
-                "tensors are missing, unknown to the engine, or of another dtype or shape than in "
-                f"its checkpoint: {', '.join(wrong[:10])} (of {wrong[0]} it has "
+                "tensors are missing, unknown to the engine, or of a different dtype or shape "
+                f"than in its checkpoint: {', '.join(wrong[:10])} (of {wrong[0]} it has "
                 f"{here.get(wrong[0], 'none')}); give exactly those of `boxes`, converted",
             )
 

@@ -100,7 +100,7 @@ def without_ties(tensors: Mapping[str, Any], known: Container[str]) -> dict[str,
     for name, value in tensors.items():
         if not (is_sharded(value) or _is_dense(value)):
             raise invalid(
-                f"{name} is no dense tensor of PyTorch that has memory; give it as one",
+                f"{name} is not a dense PyTorch tensor with memory; give it as one",
             )
     places = {_place(tensor) for name, tensor in tensors.items() if name in known}
     return {

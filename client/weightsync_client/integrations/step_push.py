@@ -283,7 +283,7 @@ class AdapterClient:
             raise error
         notes = getattr(error, "__notes__", ())
         sentence = "; ".join([error.message, *notes])
-        self._logger.warning("training goes on after an error %s: %s", when, sentence)
+        self._logger.warning("training continues after an error %s: %s", when, sentence)
 
 
 class SyncPush:

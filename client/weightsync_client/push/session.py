@@ -414,14 +414,14 @@ class PushSession:
 def _tell_other_run(reply: pb.CommitPushResponse) -> None:
     if reply.runs_alternate:
         logger.warning(
-            "version %d came from another run, %s, between those of this one: two trainers push; "
-            "stop one of them, or have the right one call acquire_epoch()",
+            "two trainers push: version %d is from another run, %s, between versions of this "
+            "run; stop one of them, or have the right one call acquire_epoch()",
             reply.other_version,
             reply.other_run,
         )
     elif reply.other_run:
         logger.info(
-            "version %d, before this one, came from another run, %s",
+            "version %d, before this one, is from another run, %s",
             reply.other_version,
             reply.other_run,
         )

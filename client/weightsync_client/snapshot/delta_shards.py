@@ -186,8 +186,8 @@ class DeltaShards(Iterable[Shard]):
             if tensor_digest(all_bytes(tensor, Scratch()).data) != self._digests[tensor.name]:
                 raise refuse(
                     Reason.DATA_CORRUPT,
-                    f"the copy of version {self._base.version} that this client compares with went "
-                    f"bad in {tensor.name!r}; push again, and all is sent",
+                    f"the copy of version {self._base.version} that this client compares with is "
+                    f"damaged in {tensor.name!r}; push again, and everything is sent",
                 )
         return encoded, sources + self._taken
 

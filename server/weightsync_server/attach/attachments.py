@@ -62,8 +62,8 @@ def check_attachable(session: EngineSession) -> None:
         )
     if session.loads is not None:
         raise _refused(
-            "push versions of this model in place of attaching: they are loaded beside generation "
-            f"({session.loads.no_plan.cause}), so that no view of what is live is a tensor of the "
+            "push versions of this model instead of attaching: they are loaded beside generation "
+            f"({session.loads.no_plan.cause}), so no view of the live weights is a tensor of the "
             "checkpoint"
         )
 
@@ -371,8 +371,8 @@ class Attachments:
         if len(self._offers) >= MOST_OFFERS:
             raise WeightSyncError(
                 Reason.LIMIT_EXCEEDED,
-                f"fetch what was offered, or wait {OFFER_S:g} s: {MOST_OFFERS} offers wait for "
-                "somebody to come with their secret",
+                f"use the secrets that were offered, or wait {OFFER_S:g} s: {MOST_OFFERS} offers "
+                "are still unused",
                 retry_after_s=1.0,
             )
 

@@ -81,7 +81,7 @@ async def delete_uncounted(model: Model, record: VersionRecord) -> None:
         logger.warning(
             "version %d was undone but could not be removed: %s", record.version, error.message
         )
-        await model.serving.reject(record.version, "a transaction that did not count")
+        await model.serving.reject(record.version, "a transaction that was undone")
 
 
 def check_agreed(ranks: Sequence[RankCommit], name: str) -> None:
@@ -198,9 +198,9 @@ def abandoned(why: str) -> WeightSyncError:
     return WeightSyncError(Reason.APPLY_RESTORED, why)
 
 
-_GONE = "the trainer has gone"
+_GONE = "the trainer has exited"
 _ENDS = {
-    "abort": "the trainer has taken it back",
+    "abort": "the trainer withdrew it",
     "begin": "begin was sent while it was open; begin once",
     "copied": "copied was sent before the push was committed; commit it first",
 }
@@ -302,8 +302,8 @@ class InPlace:
         if fleet := self._context.fleet:
             raise WeightSyncError(
                 Reason.NOT_SUPPORTED,
-                f"this host is a member of fleet {fleet}, which decides what it serves; "
-                "train beside an engine that is in none, and push what comes of it",
+                f"this host is a member of fleet {fleet}, which decides what it serves; train "
+                "beside an engine that is in no fleet, and push the result",
             )
         check_attachable(session)
         session.check_fences()
@@ -397,8 +397,8 @@ class InPlace:
         if line.over:
             raise abandoned(line.over)
         late = (
-            f"the engine has stood still for {longest_s:g} s, which is --in-place-pause-s; "
-            "compute before, and write only in the block"
+            "compute before the block and only write in it: the engine has been paused for "
+            f"{longest_s:g} s, the limit of --in-place-pause-s"
         )
         try:
             self._blocks.open(self.id)
@@ -620,8 +620,8 @@ class InPlaceCalls:
         self._context, self._give_up, self._blocks = context, give_up, blocks
         self._transactions = context.metrics.counters(
             "weightsync_in_place_total",
-            "Transactions in place by how they ended: committed, restored (the version before was "
-            "put back) or failed (the engine was fenced, or nothing was begun).",
+            "Transactions in place by how they ended: committed, restored (the previous version "
+            "was restored) or failed (the engine was fenced, or nothing was started).",
             "outcome",
             ("committed", "restored", "failed"),
         )

@@ -150,8 +150,8 @@ class Listeners:
                 port = server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
             raise invalid_request(
-                f"{address} is taken, or is no address of this host; choose another with --listen "
-                "(with --ingest N, the N ports after it must be free as well)"
+                f"{address} is in use, or is not an address of this host; choose another with "
+                "--listen (with --ingest N, the N ports after it must be free as well)"
             ) from error
         return f"{address.rpartition(':')[0]}:{port}"
 

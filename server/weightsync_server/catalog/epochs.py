@@ -90,7 +90,7 @@ class Epochs:
         self.newest, self.acquired_by = epoch, client_run
         for observer in self._observers:
             observer()
-        logger.info("epoch %d of model %s goes to %r", self.newest, self._model, holder)
+        logger.info("epoch %d of model %s is acquired by %r", self.newest, self._model, holder)
         await self.catch_up()
         return self.newest
 

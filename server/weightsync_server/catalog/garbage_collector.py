@@ -79,7 +79,7 @@ class GarbageCollector:
     async def _refuse_needed(self, record: VersionRecord) -> None:
         try:
             needed = record.content_digest in await self._needed_elsewhere()
-            why = "a member of the fleet serves it, goes to it or would go back to it"
+            why = "a member of the fleet serves it, applies it or would roll back to it"
         except WeightSyncError as error:
             needed, why = True, f"whether the fleet needs it is not known now: {error.message}"
         if needed:

@@ -154,7 +154,7 @@ def parse_etcd_url(url: str) -> tuple[list[str], str]:
         bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
         if not host or bare or not port.isdecimal() or not 0 < int(port[:9]) <= _MAX_PORT:
             raise _invalid(
-                f"{address!r} in {url!r} is no address of etcd; use host:port, as in "
+                f"{address!r} in {url!r} is not an address of etcd; use host:port, as in "
                 "etcd://10.0.0.1:2379,10.0.0.2:2379/weightsync/NAME"
             )
     if len(set(addresses)) < len(addresses):

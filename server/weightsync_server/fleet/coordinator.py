@@ -394,7 +394,7 @@ class Coordinator:
             name, why = min(self._refusals.items())
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
-                f"nothing is planned or ended, for {name} takes part in nothing: {why}",
+                f"nothing is planned or ended, because {name} takes no part: {why}",
             )
 
     async def _write(self, plan: DecisionPlan) -> None:

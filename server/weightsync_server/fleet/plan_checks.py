@@ -108,8 +108,8 @@ def previous_of(
         raise WeightSyncError(
             Reason.NO_ROLLBACK,
             "make the first apply a barrier: nothing was decided for this fleet yet, and its "
-            "members serve different versions, or do not tell which, so that a failed wave could "
-            "not go back",
+            "members serve different versions or do not report one, so a failed wave would have "
+            "no version to return to",
         )
     return None
 

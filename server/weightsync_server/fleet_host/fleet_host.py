@@ -518,7 +518,7 @@ class LocalHost:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
                 f"no engine of this host answers ({names}); start vLLM, or stop this member's "
-                "server so that its fleet goes on without it",
+                "server so that its fleet continues without it",
                 retry_after_s=1.0,
             )
 

@@ -164,8 +164,8 @@ class FleetService:
         if not request.version or request.dry_run:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                "a fleet goes to a version that is named, without dry_run; name one of "
-                "ListVersions, or plan on each host",
+                "name a version from ListVersions, without dry_run, or plan on each host: a "
+                "fleet applies a named version",
             )
         size = request.max_unavailable or self._options.max_unavailable
         key = request.idempotency_key

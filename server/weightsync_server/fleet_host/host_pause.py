@@ -112,7 +112,7 @@ class TakenHost:
         if not self._task.done():
             await asyncio.wait({self._task})
         if self._task.cancelled():
-            raise WeightSyncError(Reason.CANCELLED, "the cutover was given up")
+            raise WeightSyncError(Reason.CANCELLED, "the cutover was cancelled")
         self._task.result()
 
 

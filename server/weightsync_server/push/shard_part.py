@@ -481,8 +481,8 @@ def check_cover(
                 f"which writers {', '.join(map(str, holders))} send" if holders else "of no writer"
             )
             raise _refused(
-                f"tensor {tensor.name[:100]!r}, {who}, does not come whole: {problem}; every "
-                "element is sent by exactly one writer"
+                f"tensor {tensor.name[:100]!r}, {who}, is not sent whole: {problem}; send every "
+                "element from exactly one writer"
             )
     for part in ordered:
         for one in part.replicas:

@@ -175,9 +175,9 @@ def _checked_header(shard: ShardState, tensors: tuple[TensorEntry, ...], *, part
     if len(json_header) != shard.entry.header_size or entries != tensors:
         raise WeightSyncError(
             Reason.LAYOUT_INVALID,
-            f"the header of shard {shard.index} takes {len(json_header)} bytes with its tensors in "
-            f"a row, the layout tells {shard.entry.header_size} or other places; lay tensors out "
-            "one after the other, as weightsync.model.layout.build_header does",
+            f"the header of shard {shard.index} takes {len(json_header)} bytes with its tensors "
+            f"in a row, but the layout declares {shard.entry.header_size} or other places; lay "
+            "tensors out one after the other, as weightsync.model.layout.build_header does",
         )
     return len(json_header).to_bytes(8, "little") + json_header
 
@@ -214,7 +214,7 @@ def _tensor_slices(
         block = span.run * (span.counts[-1] if span.counts else 1)
         if span.size > _LARGE_BYTES and block < _LEAST_BLOCK_BYTES:
             raise _outside(
-                writer, f"{box} of tensor {name!r}, which lies in blocks of {block} bytes"
+                writer, f"{box} of tensor {name!r}, which is stored in blocks of {block} bytes"
             )
         spans.append(span)
         slices.append(TensorSlice(wire.tensor, box))

@@ -376,7 +376,7 @@ class Follower:
         self._metrics.fetches["delta" if fetch.delta else "full"].inc()
         form = "as a delta" if fetch.delta else "in full"
         logger.info(
-            "version %d came from %s, %s",
+            "version %d was fetched from %s, %s",
             version.version,
             self._origin.url,
             form,
@@ -442,7 +442,7 @@ class FollowMetrics:
         )
         self.fetches = metrics.counters(
             "weightsync_follow_fetched_total",
-            "Versions that a follower has fetched, by the form in which they came.",
+            "Versions that a follower has fetched, by form.",
             "form",
             ("full", "delta"),
         )

@@ -46,7 +46,7 @@ def check_cache(cache: str, url: str) -> None:
     if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
         raise ValueError(
             "follow_cache must be http://HOST:PORT/PATH or https://, below which the objects of "
-            "the store lie, without user, password or query"
+            "the store are, without user, password or query"
         )
 
 
@@ -73,8 +73,8 @@ def check_follow(url: str, store: str, *, ca: bool, others: bool) -> None:
         )
     if (ca or others) and not target:
         raise ValueError(
-            "follow_ca, follow_cert, follow_key and follow_token_file are for an origin at grpc:// "
-            "or grpcs://; credentials of a store come from the environment"
+            "follow_ca, follow_cert, follow_key and follow_token_file are for an origin at "
+            "grpc:// or grpcs://; credentials of a store are read from the environment"
         )
     if store == "memory://" or is_location(store):
         raise ValueError(

@@ -58,7 +58,7 @@ def compare(manifest: Manifest, found: Sequence[Sequence[bytes]], where: str) ->
         tensor = next(tensor for tensor, ours, theirs in pairs if ours != theirs)
         name = json.dumps(tensor.name[:100])
         raise WeightSyncError(
-            Reason.DATA_CORRUPT, f"the bytes of tensor {name} {where} have another digest"
+            Reason.DATA_CORRUPT, f"the bytes of tensor {name} {where} have a different digest"
         )
 
 

@@ -114,7 +114,7 @@ def test_a_job_that_fails_tells_why_and_is_not_sent_again(
 @pytest.mark.parametrize(
     ("request_", "wrong"),
     [
-        ([1], "is no mapping of names to values"),
+        ([1], "is not a mapping of names to values"),
         ({"a": object()}, "is not a JSON object that can be sent"),
         ({"a": float("nan")}, "is not a JSON object that can be sent"),
         ({"a": "\ud800"}, "is not a JSON object that can be sent"),

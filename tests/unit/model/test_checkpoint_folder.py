@@ -208,7 +208,7 @@ def test_a_fifo_holds_nobody_up(tmp_path: Path, name: str, *, links: bool) -> No
     _write(tmp_path, _map(x="a"), a={"x": 1})
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    assert "no regular file" in _refusal(tmp_path, links=links)
+    assert "not a regular file" in _refusal(tmp_path, links=links)
 
 
 def test_a_system_that_fails_is_not_the_callers_mistake(

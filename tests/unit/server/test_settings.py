@@ -184,7 +184,7 @@ def test_bad_names(name: str) -> None:
         ({"engine": "embedded"}, "give both or neither"),
         ({"engine": "memory"}, "give both or neither"),
         ({"model": "/somewhere"}, "give both or neither"),
-        ({"ranks": 2}, "ranks are those of --engine memory"),
+        ({"ranks": 2}, "leave ranks out: it is only for --engine memory"),
         ({"model": "/models/x"}, "give both or neither"),
         ({"listen": []}, "at least one address"),
         ({"listen": ["unix:/a?role=push", "unix:/a?role=read"]}, "unix:/a is named twice"),

@@ -199,7 +199,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, target: torch.Tensor, source: torch.Tensor, origin: _Origin) -> None:
         home = _home_of(target, self._homes[_storage(target)])
         if home is None or home.tensor.dtype != target.dtype:
-            self._refuse("it is loaded into memory that is no parameter")
+            self._refuse("it is loaded into memory that is not a parameter")
             return
         place = _strides(target, int(home.tensor.storage_offset()))
         if not home.name.startswith(self.path):

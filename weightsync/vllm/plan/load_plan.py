@@ -263,7 +263,7 @@ def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
     if shapes:
         first = shapes[0]
         clause = unlike(first.name, (first.dtype, first.shape), base.tensors[first.name])
-        msg = f"push its model: {clause}; another shape than in the engine's checkpoint"
+        msg = f"push its model: {clause}; a different shape than in the engine's checkpoint"
         raise PlanRefusedError(msg, [t.name for t in shapes])
     params = {item.tensor: base.param_dtypes[item.param] for item in base.slices}
     dtypes = [

@@ -583,7 +583,7 @@ def move_parameters(model: torch.nn.Module) -> None:
         _move(group, segment, at)
         at += size
     _segments.append(segment)
-    logger.info("weightsync: %d bytes of parameters lie in shared memory", at)
+    logger.info("weightsync: %d bytes of parameters are in shared memory", at)
 
 
 def _by_storage(model: torch.nn.Module) -> list[list[torch.Tensor]]:

@@ -284,14 +284,14 @@ def check_same(layout: Layout, checkpoint: Layout, *, whole: bool = True) -> Non
     shapes = [t for t in layout.tensors if t.shape != known[t.name].shape]
     if shapes:
         clause = _differs(shapes[0], known)
-        msg = f"push its model: {clause}; another shape than in the engine's checkpoint"
+        msg = f"push its model: {clause}; a different shape than in the engine's checkpoint"
         raise PlanRefusedError(msg, [t.name for t in shapes])
     dtypes = [t for t in layout.tensors if t.dtype != known[t.name].dtype]
     if dtypes:
         clause = _differs(dtypes[0], known)
         msg = (
-            f"convert before the push: {clause}; another dtype than in the engine's checkpoint, "
-            "from which vLLM computes its weights"
+            f"convert before the push: {clause}; a different dtype than in the engine's "
+            "checkpoint, from which vLLM computes its weights"
         )
         raise PlanRefusedError(msg, [t.name for t in dtypes])
     missing = known.keys() - {tensor.name for tensor in layout.tensors}

@@ -128,7 +128,7 @@ _PRIVATE = (
     "this engine's are in private memory"
 )
 _UNSHARED = (
-    "memory of a GPU can be shared unless it comes from sleep mode's allocator or PyTorch's "
+    "memory of a GPU can be shared unless it was allocated by sleep mode or PyTorch's "
     "expandable_segments; start vLLM without --enable-sleep-mode, and leave expandable_segments "
     "out of PYTORCH_CUDA_ALLOC_CONF"
 )

@@ -76,7 +76,7 @@ class GpuCopySession:
         spans, is_file = _spans(part), part.framing is PartFraming.FILE
         blocks = sum(span.block_count for span in spans)
         if blocks > MOST_PLACES:
-            of_slices = f"the boxes lie in {blocks} places of a shard"
+            of_slices = f"the boxes are in {blocks} places of a shard"
             what = f"a shard of {blocks} tensors" if is_file else of_slices
             return f"{what}; at most {MOST_PLACES}"
         header = _header(part, where) if is_file else b""

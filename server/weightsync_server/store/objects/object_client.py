@@ -325,6 +325,6 @@ def _not_a_url(url: str) -> WeightSyncError:
     return WeightSyncError(
         Reason.NOT_SUPPORTED,
         f"no store can be opened at {_without_user(url)!r}; use s3://bucket/prefix, "
-        "gs://bucket/prefix or az://container/prefix without user, port or query; addresses come "
-        "from the environment",
+        "gs://bucket/prefix or az://container/prefix without user, port or query; set addresses "
+        "in the environment",
     )

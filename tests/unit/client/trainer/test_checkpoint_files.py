@@ -115,8 +115,8 @@ def test_one_that_is_there_stays_as_it_is(source: Path, tmp_path: Path) -> None:
 
 def test_what_fails_leaves_nothing(source: Path, tmp_path: Path) -> None:
     client = _Client()
-    client.error = refuse(Reason.VERSION_UNKNOWN, "it has gone")
-    with pytest.raises(ClientError, match="it has gone"):
+    client.error = refuse(Reason.VERSION_UNKNOWN, "it has exited")
+    with pytest.raises(ClientError, match="it has exited"):
         _write(str(source), tmp_path / "x", client)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
     # What a process that died has left is in nobody's way: it had not begun, or had.

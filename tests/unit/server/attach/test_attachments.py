@@ -167,7 +167,7 @@ async def test_a_job_is_a_short_word(those: Attachments, job: str) -> None:
 async def test_offers_that_nobody_fetches_are_bounded(those: Attachments) -> None:
     waiting: Any = dict.fromkeys(map(str, range(MOST_OFFERS)))
     those._offers = waiting
-    with pytest.raises(WeightSyncError, match="64 offers wait for somebody") as caught:
+    with pytest.raises(WeightSyncError, match="64 offers are still unused") as caught:
         await those.offer(pb.AttachRequest(), "unix:")
     assert caught.value.reason is Reason.LIMIT_EXCEEDED
     assert caught.value.retry_after_s

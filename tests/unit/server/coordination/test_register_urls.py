@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         ("http://127.0.0.1:2379/a", "no register can be opened"),
         ("s3://user:secret@bucket/a", "no store can be opened"),
         ("s3:///a", "no store can be opened"),
-        ("etcd://127.0.0.1/a", "'127.0.0.1' in .* is no address of etcd; use host:port"),
+        ("etcd://127.0.0.1/a", "'127.0.0.1' in .* is not an address of etcd; use host:port"),
         ("etcd:///a", "'' in .* is no address of etcd"),
         ("etcd://:2379/a", "':2379' in .* is no address of etcd"),
         ("etcd://one:2379,/a", "'' in .* is no address of etcd"),

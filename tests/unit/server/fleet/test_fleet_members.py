@@ -287,7 +287,7 @@ async def test_a_member_that_dies_before_it_is_ready_is_not_waited_for(
     await fleet.kill("b")
     outcome = await applying
     assert outcome.verdict is Verdict.ABORT
-    assert outcome.reason.startswith("b is gone from the fleet's register")
+    assert outcome.reason.startswith("b is no longer in the fleet's register")
     await fleet.start("b")
     await fleet.until_serving(a=1, b=1)
 

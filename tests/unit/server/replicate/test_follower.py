@@ -246,7 +246,7 @@ async def test_what_was_deleted_here_is_no_new_beginning(
         # Seen again, as after a restart.
     async with following(tmp_path / "b", origin.model.store.url) as there:
         await until(lambda: "none of which are here" in caplog.text)
-        assert "begun anew" not in caplog.text
+        assert "started over" not in caplog.text
         assert there.metric("weightsync_follow_failures_total") == 0
 
 

@@ -404,7 +404,7 @@ def test_a_layout_that_was_refused_pauses_nothing_again(
     ("tensors", "sentence"),
     [
         ({"unheard": torch.zeros(2)}, "refused tensor unheard"),
-        ({"q": torch.zeros(4, 5)}, "another shape"),
+        ({"q": torch.zeros(4, 5)}, "a different shape"),
         ({"down": torch.zeros(4, 6, dtype=torch.int32)}, "neither the dtype"),
     ],
 )

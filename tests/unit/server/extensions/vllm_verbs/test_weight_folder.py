@@ -183,7 +183,7 @@ def test_a_device_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = os.open("/dev", os.O_RDONLY | os.O_DIRECTORY)
     monkeypatch.setattr(os, "open", None)
     try:
-        with pytest.raises(WeightSyncError, match="no regular file"):
+        with pytest.raises(WeightSyncError, match="not a regular file"):
             module._opened("null", devices, {}, links=False)
     finally:
         os.close(devices)
@@ -231,7 +231,7 @@ def test_an_index_that_is_too_long(root: Path, monkeypatch: pytest.MonkeyPatch) 
     (folder / _INDEX).write_text('{"weight_map": {"t0": "model.safetensors"}}' + " " * 100)
     assert _names(root, folder)
     monkeypatch.setattr(module, "MAX_INDEX_BYTES", 100)
-    assert "is no index" in _refusal(root, folder)
+    assert "not an index" in _refusal(root, folder)
 
 
 def test_the_index_chooses_and_what_it_names_must_be_there(root: Path) -> None:
