@@ -151,7 +151,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "worker.written": "a rank has written all, nothing is proved",
         "worker.verify": "before live parameters are compared",
         "worker.state": "before a rank reports what it holds",
-        "worker.release": "before a rank lets go of versions",
+        "worker.release": "before a rank releases versions",
         "worker.unprove": "before a rank takes what it holds for nothing proved",
         "worker.digest": "before a rank digests what another process has written",
         "worker.vote": "before a rank reports to the others what it holds, in a switch",

@@ -270,16 +270,16 @@ def _check_kinds(model: torch.nn.Module) -> None:
         configs = list(part.peft_config.values())
         if any(getattr(config, "is_prompt_learning", False) for config in configs):
             raise _refused(
-                "has prompt tuning, which adds inputs and changes no weight; train a LoRA adapter "
-                "in place of it"
+                "has prompt tuning, which adds inputs and changes no weight; train a LoRA "
+                "adapter instead"
             )
         kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in configs}
         tuner = isinstance(part.base_model, _classes(_TUNERS, "BaseTuner"))
         # Those of X-LoRA are mixed anew for every input.
         if not tuner or "XLORA" in kinds:
             raise _refused(
-                f"has adapters of the kind {', '.join(sorted(kinds))}, which cannot be merged into "
-                "weights; train a LoRA adapter in place of them"
+                f"has adapters of the kind {', '.join(sorted(kinds))}, which cannot be merged "
+                "into weights; train a LoRA adapter instead"
             )
 
 

@@ -122,7 +122,7 @@ class PushWriters:
         self._timer = self._loop.call_later(self._timeout_s / _LOOKS, self._look)
 
     def _late(self, writer: int) -> WeightSyncError:
-        what = "did not come" if writer in self.absent else "brought nothing more"
+        what = "did not arrive" if writer in self.absent else "brought nothing more"
         return WeightSyncError(
             Reason.PUSH_ABORTED,
             f"writer {writer} of {self.count} {what} for {self._timeout_s:g} s, so the push was "

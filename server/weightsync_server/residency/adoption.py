@@ -348,7 +348,7 @@ async def _check_alike(
 def _taken(version: int) -> WeightSyncError:
     return WeightSyncError(
         Reason.PUSH_ABORTED,
-        f"version {version} is coming in under the number of the engine's checkpoint; retry when "
-        "it is here",
+        f"version {version} is arriving under the number of the engine's checkpoint; retry when "
+        "it has arrived",
         retry_after_s=1.0,
     )

@@ -209,8 +209,8 @@ async def test_one_that_never_comes_ends_it_for_all_and_is_told_when_it_comes(
     writers = sharded(version(shards=1), 3)
     for error in await refusals(box_world, writers[:2]):
         assert error.reason is Reason.PUSH_ABORTED
-        assert "writer 2 of 3 did not come for 1.5 s" in error.message
-    with pytest.raises(WeightSyncError, match="writer 2 of 3 did not come"):
+        assert "writer 2 of 3 did not arrive for 1.5 s" in error.message
+    with pytest.raises(WeightSyncError, match="writer 2 of 3 did not arrive"):
         await writers[2].push(box_world)
     # Told once: the next try of all of them is another push.
     responses = await push_all(box_world, writers)
