@@ -31,7 +31,7 @@ class Access:
         token: Bearer token.
         token_file: File that holds it instead, closed to other users; read again for each call,
             so that a token can be replaced while the client runs.
-        tls_ca: PEM file of the authorities that the server's certificate must come from; given,
+        tls_ca: PEM file of the authorities that must have signed the server's certificate; given,
             TCP addresses are spoken to by TLS.
         tls_cert: PEM file of this client's certificate; needs tls_key and tls_ca.
         tls_key: PEM file of its key.

@@ -71,11 +71,11 @@ class RefusedError(ClientError):
 
 
 class AbortedError(ClientError):
-    """Something else came between: read the state again, then retry."""
+    """Something else changed the state meanwhile: read it again, then retry."""
 
 
 class ExhaustedError(ClientError):
-    """Out of slots, memory or disk; `retry_after_s` says when to come back, where known."""
+    """Out of slots, memory or disk; `retry_after_s` says when to try again, where known."""
 
 
 class UnavailableError(ClientError):
@@ -172,7 +172,7 @@ def cancelled_error() -> AbortedError:
 
 
 def passing(error: BaseException) -> bool:
-    """Return whether the same call may do better in a moment: the link broke, or it is told so."""
+    """Return whether the same call may succeed in a moment: the link broke, or the refusal says so."""
     if isinstance(error, (ExhaustedError, DeadlineError)):
         # A timeout of this client's own comes without an advice.
         return error.retry_after_s is not None

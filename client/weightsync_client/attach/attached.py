@@ -60,9 +60,9 @@ class Attached(Mapping[str, torch.Tensor]):
     are in parts, and some are in several places: `boxes` has all of them, and `read` and `write`
     see to it.
 
-    On a CPU the views can be written in a block alone: whoever writes them at another time is ended
-    by SIGSEGV, as is whoever reads or writes them after `close`. On a GPU nothing keeps a kernel
-    from writing; the server finds it, places the version again, and `check` says so.
+    On a CPU the views can be written in a block alone: a process that writes them at another time
+    is ended by SIGSEGV, as is one that reads or writes them after `close`. On a GPU nothing keeps a
+    kernel from writing; the server finds it, restores the version, and `check` says so.
 
     Attributes:
         checkpoint: Name or path of what vLLM has loaded.
@@ -196,16 +196,16 @@ class Attached(Mapping[str, torch.Tensor]):
     def transaction(
         self, *, lease_s: float = 60.0, background: bool = False, **pause: Unpack[PauseChoices]
     ) -> InPlaceTransaction:
-        """Have the engine stand still while this is written; see `InPlaceTransaction`.
+        """Pause the engine while this is written; see `InPlaceTransaction`.
 
-        `version` and `content_digest` follow what comes of it.
+        `version` and `content_digest` follow its result.
 
         Args:
             lease_s: How long this process may be silent while it writes, seconds; then the version
-                before is put back. `renew` gives all of it again.
+                before is restored. `renew` gives all of it again.
             background: Whether the block ends once the engine generates again, and what is live is
                 pushed meanwhile by another thread, which reads these tensors. `result` waits for
-                that, as the next transaction and `close` do, and tells what has become of it.
+                that, as the next transaction and `close` do, and reports its outcome.
             **pause: See `PauseChoices`; not "between_steps".
 
         Raises:
@@ -320,7 +320,7 @@ class Attached(Mapping[str, torch.Tensor]):
 
         Raises:
             ClientError: RefusedError: something was written outside a transaction, and the version
-                was placed again. UnavailableError: engine or server were started anew.
+                was restored. UnavailableError: engine or server were restarted.
         """
         self.check_open()
         try:
@@ -374,7 +374,7 @@ class Attached(Mapping[str, torch.Tensor]):
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """Detach; whoever uses a view that it has still is ended by SIGSEGV, or a fault of CUDA.
+        """Detach; a process that still uses a view is ended by SIGSEGV, or a fault of CUDA.
 
         Raises:
             ClientError: What a transaction has left to the background did not count.

@@ -191,7 +191,7 @@ def put_into(model: torch.nn.Module, live: Mapping[str, torch.Tensor]) -> None:
 
     The model's names are those of the checkpoint. Buffers that no checkpoint has, such as those of
     rotary embeddings, are computed by the model's own code if it is one of transformers. Tied
-    tensors stay tied. A ClientError names what is not there; the model is as it was.
+    tensors stay tied. A ClientError names what is not there; the model is unchanged.
     """
     places = list(_on_meta(model))
     if not places:

@@ -24,7 +24,7 @@ Pair = tuple[str, torch.Tensor]
 
 
 class ActorPush:
-    """Pushes weights that come one after the other, and has the engine serve them.
+    """Pushes weights that arrive one after the other, and has the engine serve them.
 
     The client is opened in the process that uses it, and stays, with its copy for the next delta.
 

@@ -62,7 +62,7 @@ class PushedStep:
     Attributes:
         push: The version that it is.
         apply: None: it was not to be applied, or another rank did it.
-        push_s: Seconds that the training stood still for the push.
+        push_s: Seconds that the training was paused for the push.
         apply_s: The same for the apply.
     """
 

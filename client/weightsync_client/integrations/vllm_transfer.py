@@ -84,7 +84,7 @@ class WeightSyncTrainerEngine:
     pause of vLLM's own may be in force meanwhile; the apply ends it.
 
     vLLM itself receives no tensor, and needs no development endpoints: without a `client` its verbs
-    are not called. With one they are, after the apply, and where vLLM tells which weights it serves
+    are not called. With one they are, after the apply, and where vLLM says which weights it serves
     (from 0.32 on) that proves that it is the one that the server drives.
 
     Every rank of the trainer makes one and calls `send_weights`; all but rank 0 only read the
