@@ -172,7 +172,7 @@ def cancelled_error() -> AbortedError:
 
 
 def passing(error: BaseException) -> bool:
-    """Return whether the same call may succeed in a moment: the link broke, or the refusal says so."""
+    """Return whether a repeated call may soon succeed: the link broke, or the refusal says so."""
     if isinstance(error, (ExhaustedError, DeadlineError)):
         # A timeout of this client's own comes without an advice.
         return error.retry_after_s is not None
