@@ -283,7 +283,7 @@ def test_who_may(site: _Site, url: str, role: str, train: int, status: int) -> N
         (_TRAIN, b'{"a": 9007199254740993}', "which would be rounded"),
         (f"{_TRAIN}?a=b", b"{}", "leave the query out"),
         (_CANCEL, b"{}", "job_id must be given"),
-        (_CANCEL, b'{"job": "x"}', "'job' is no field"),
+        (_CANCEL, b'{"job": "x"}', "'job' is not a field"),
         (_CHECKPOINT, b'{"folder": 3}', "folder must be given, as text"),
         (_CHECKPOINT, b'{"folder": ""}', "folder must be given, as text"),
         (_CHECKPOINT, b'{"folder": "../x"}', "folder must be a name"),

@@ -486,7 +486,7 @@ def test_what_is_put_back_in_the_background_is_its_own_job_s_failure(
     with pytest.raises(ClientError, match=sentence) as caught:
         list(events)
     assert caught.value.reason is reason
-    assert f"version {site.first} is put back" in site.log
+    assert f"version {site.first} is being restored" in site.log
     # No version that was undone is named, and no state has its number.
     assert "version" not in caught.value.metadata
     site.holds(0, 0)

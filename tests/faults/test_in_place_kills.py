@@ -263,7 +263,7 @@ def test_a_frozen_trainer_keeps_the_next_server_from_serving(
                 return engine.reason if engine.state == "fenced" else ""
 
             # This process is named, too, where it has attached before: the ranks are in it.
-            named = re.compile(rf"end process ([0-9]+, )*{trainer.pid}(, [0-9]+)*, or let it go on")
+            named = re.compile(rf"end process ([0-9]+, )*{trainer.pid}(, [0-9]+)*, or continue it")
             within(60, lambda: named.search(why()) is not None)
             os.kill(trainer.pid, ends)
         assert site.recover() == site.first

@@ -574,7 +574,7 @@ def test_a_port_that_is_taken_ends_the_start(folder: Path) -> None:
         server = WeightSyncServer(
             folder / "run", folder / "state", flags=[f"--http=127.0.0.1:{port}"]
         )
-        with pytest.raises(RuntimeError, match=f"127.0.0.1:{port} is taken, .* with --http"):
+        with pytest.raises(RuntimeError, match=f"127.0.0.1:{port} is in use, .* with --http"):
             server.start()
 
 

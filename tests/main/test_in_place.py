@@ -92,7 +92,7 @@ class _Site:
 
     def wait_restored(self) -> None:
         """Return when what a trainer has written is taken back."""
-        _until(lambda: f"version {self.first} is put back" in self.log)
+        _until(lambda: f"version {self.first} is being restored" in self.log)
 
     def client(self) -> Client:
         return Client(self.server.address)
@@ -397,7 +397,7 @@ def test_what_came_to_nothing_while_it_waited_pauses_nothing(site: _Site) -> Non
 
         assert "a rollback was asked for" in _refused(attached, Reason.APPLY_RESTORED, wait)
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
-        assert site.log.count("is being restored") == 1
+        assert site.log.count("is being restored: ") == 1
     assert site.recover() == site.first
 
 
@@ -624,7 +624,7 @@ def test_nobody_takes_what_is_not_proved_yet(site: _Site) -> None:
             watching.start()
 
         def look() -> None:
-            while "is being restored" not in site.log:
+            while "is being restored: " not in site.log:
                 newest = client.versions()[0]
                 if newest.version > site.first:
                     seen.append(newest.durability)
@@ -1004,7 +1004,7 @@ def test_a_trainer_that_dies_or_freezes_is_put_back(
         site.wait_restored()
         if (end, phase) == (signal.SIGSTOP, "open"):
             # Whatever it writes when it goes on is not served.
-            _until(lambda: f"end process {trainer.pid}, or let it go on" in site.log)
+            _until(lambda: f"end process {trainer.pid}, or continue it" in site.log)
             with site.client() as client:
                 _until(lambda: client.status().models[0].engine.state == "fenced")
             os.kill(trainer.pid, signal.SIGCONT)
