@@ -62,8 +62,9 @@ check-generated: setup ## Fail if the committed stubs are not those of protos/
 	$(PY) scripts/generate.py --check
 
 .PHONY: reference
-reference: setup ## Write the pages of docs/reference that the code knows: commands, settings, calls, errors; and docs/llms.txt
+reference: setup ## Write the pages of docs/reference that the code knows: commands, settings, calls, errors, messages; and docs/llms.txt
 	$(PY) scripts/reference_pages.py
+	$(PY) scripts/message_catalogue.py
 	$(PY) scripts/docs_site.py
 
 .PHONY: plots

@@ -31,7 +31,7 @@ class Access:
         token: Bearer token.
         token_file: File that holds it instead, closed to other users; read again for each call,
             so that a token can be replaced while the client runs.
-        tls_ca: PEM file of the authorities that the server's certificate must come from; given,
+        tls_ca: PEM file of the authorities that must have signed the server's certificate; given,
             TCP addresses are spoken to by TLS.
         tls_cert: PEM file of this client's certificate; needs tls_key and tls_ca.
         tls_key: PEM file of its key.
@@ -95,8 +95,8 @@ class Access:
                 context.load_cert_chain(self.tls_cert, self.tls_key, password="")
             except (ssl.SSLError, OSError):
                 raise invalid(
-                    f"{self.tls_cert} and {self.tls_key} are no PEM certificate and its key "
-                    "without a password; name a pair that fits"
+                    f"{self.tls_cert} and {self.tls_key} are not a PEM certificate and its key, "
+                    "without a password; name a PEM certificate and its key"
                 ) from None
         return grpc.ssl_channel_credentials(roots, key, chain)
 

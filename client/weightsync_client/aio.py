@@ -361,7 +361,7 @@ class AsyncClient:
     async def train(
         self, request: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> AsyncGenerator[TrainProgress, None]:
-        """Give the trainer a job and yield what it comes to; see `Client.train`.
+        """Give the trainer a job and yield its events; see `Client.train`.
 
         It is sent with the first step. Who leaves it early closes it: contextlib.aclosing.
         """

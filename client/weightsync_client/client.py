@@ -159,7 +159,7 @@ class Client:
                 or a folder of them, with the parts that ranks saved by PyTorch's distributed
                 checkpoint too, or any other iterable of such pairs. That is read once and
                 never collected: each tensor is copied to the host before the next is asked for, so
-                all may lie in the same memory, and at most `streams` + 1 shards of them are held.
+                all may be in the same memory, and at most `streams` + 1 shards of them are held.
                 One whose names, dtypes and shapes are known before is pushed as `Declared`, which
                 takes the way of a state dict into the memory of a server on this host.
                 The tensors of a module, a state dict or a list are not copied (but experts that
@@ -354,7 +354,7 @@ class Client:
     def watch(self) -> Generator[types.VersionChange, None, None]:
         """Yield the present state of every version, then each change, until it is closed.
 
-        A broken link is taken up again; the state is then told once more, marked `initial`.
+        A broken link is taken up again; the state is then sent once more, marked `initial`.
         """
         call = calls.watch_versions(self.model, self._link.timeouts)
         backoff = RetryState(self._retry)
@@ -418,7 +418,7 @@ class Client:
     def train(
         self, request: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> Generator[TrainProgress, None, None]:
-        """Give the trainer a job, and yield what it comes to, until it has ended well.
+        """Give the trainer a job, and yield its events until it has ended well.
 
         What it has not committed leaves nothing behind. The job has been sent when this returns;
         `close` of what it returns, or leaving it in any other way, cancels the job. It is never
@@ -431,7 +431,7 @@ class Client:
 
         Raises:
             ClientError: While it is read: with the traceback of the trainer's class where that
-                failed; AbortedError where somebody else cancelled it; ExhaustedError: too many
+                failed; AbortedError where another caller cancelled it; ExhaustedError: too many
                 jobs wait.
         """
         return self._read(train_call(self.model, request, timeout_s, self._link.timeouts))

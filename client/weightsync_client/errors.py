@@ -71,11 +71,11 @@ class RefusedError(ClientError):
 
 
 class AbortedError(ClientError):
-    """Something else came between: read the state again, then retry."""
+    """Something else changed the state meanwhile: read it again, then retry."""
 
 
 class ExhaustedError(ClientError):
-    """Out of slots, memory or disk; `retry_after_s` says when to come back, where known."""
+    """Out of slots, memory or disk; `retry_after_s` says when to try again, where known."""
 
 
 class UnavailableError(ClientError):
@@ -172,7 +172,7 @@ def cancelled_error() -> AbortedError:
 
 
 def passing(error: BaseException) -> bool:
-    """Return whether the same call may do better in a moment: the link broke, or it is told so."""
+    """Return whether a repeated call may soon succeed: the link broke, or the refusal says so."""
     if isinstance(error, (ExhaustedError, DeadlineError)):
         # A timeout of this client's own comes without an advice.
         return error.retry_after_s is not None
@@ -237,12 +237,12 @@ def _sentence(code: grpc.StatusCode, details: str, *, action: str, address: str)
         )
     if code is _CODE.DEADLINE_EXCEEDED:
         return (
-            f"{action} on {address} did not end within its timeout{_through(address)}; "
-            "look at the status, then try again or allow more time"
+            f"{action} on {address} did not end within its timeout{_through(address)}; check the "
+            "status, then try again or allow more time"
         )
     if code in (_CODE.UNAUTHENTICATED, _CODE.PERMISSION_DENIED):
         return (
-            f"{address} refuses {action} ({details}); check the token, which WEIGHTSYNC_TOKEN or "
+            f"{address} refused {action} ({details}); check the token, which WEIGHTSYNC_TOKEN or "
             "WEIGHTSYNC_TOKEN_FILE gives (token, token_file)"
         )
     if code is _CODE.UNIMPLEMENTED:
@@ -252,7 +252,7 @@ def _sentence(code: grpc.StatusCode, details: str, *, action: str, address: str)
     if code is _CODE.CANCELLED:
         return f"{action} on {address} was cancelled; call again"
     if code is _CODE.RESOURCE_EXHAUSTED and "Sent message larger than max" in details:
-        return f"{action} does not fit into one message ({details}); send less at once"
+        return f"{action} does not fit into one message ({details}); send less in one call"
     return details or f"{action} on {address} failed with {code.name}"
 
 

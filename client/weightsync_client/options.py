@@ -97,7 +97,7 @@ class PushOptions(TypedDict, total=False):
         partial: True: the tensors that the source lacks stay what they are in the base. What is
             pushed of the others is what changed, where this client holds a copy of the base, else
             all of each that has another digest. The result is a version like any other, whose
-            content digest is that of all tensors; `PushResult.base_version` tells the base.
+            content digest is that of all tensors; `PushResult.base_version` is the base.
             Several processes push the same tensors, each its part; those are sent whole.
         base: For a partial push: the version that it is based on; 0 (default): the last one that
             this client has committed, else the live one. Of several processes all name the same,
@@ -178,9 +178,9 @@ class EngineChoices(TypedDict, total=False):
     Attributes:
         engine: Name of one, as `weightsync status` shows it; default: all of the host. Those that
             are away take no part and join at the host's version before they serve.
-        order: "together" (default): all stand still until all are proved, so that none serves the
+        order: "together" (default): all are paused until all are proved, so that none serves the
             version beside one that serves the version before; if one fails, all go back. "rolling":
-            one after the other while the others generate; the first failure stops it and puts back
+            one after the other while the others generate; the first failure stops it and restores
             those that went before; the server needs 3 slots.
         max_unavailable: With "rolling": engines that may be away at once; server default 1.
     """
@@ -203,7 +203,7 @@ class FleetChoices(PauseChoices, total=False):
 
     Attributes:
         order: "rolling" (default): wave by wave, while the others generate; a wave that fails stops
-            it, and those that went before go back. "barrier": all stand still until one decision.
+            it, and those that went before go back. "barrier": all are paused until one decision.
         max_unavailable: With "rolling": members away at once; default: as the server is set.
     """
 

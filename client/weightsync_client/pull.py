@@ -225,7 +225,7 @@ class Puller:
             state.update(piece)
             sink(piece)
         if state.digest() != self._digests[entry.name]:
-            raise _corrupt(self.version, f"tensor {entry.name!r} came without its digest")
+            raise _corrupt(self.version, f"tensor {entry.name!r} arrived without its digest")
 
     def _end(self, source: _Bytes, index: int) -> None:
         if not source.ended():
@@ -242,7 +242,7 @@ class Puller:
                     if not message.HasField("chunk"):
                         continue  # GetVersion has told the layout and the digests.
                     if message.chunk.shard != index or message.chunk.offset != offset:
-                        raise _corrupt(self.version, f"shard {index} came out of order")
+                        raise _corrupt(self.version, f"shard {index} arrived out of order")
                     data = message.chunk.data
                     offset += len(data)
                     backoff.reset()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TrainEvent(enum.StrEnum):
-    """What a job has come to: it waits, the trainer has taken it, it did a step, it ended well."""
+    """What happened to a job: it waits, the trainer has taken it, it did a step, it ended well."""
 
     UNSPECIFIED = enum.auto()
     QUEUED = enum.auto()
@@ -42,7 +42,7 @@ class TrainerState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainProgress:
-    """What a job has come to; what does not belong to the event is 0 or None.
+    """An event of a job; what does not belong to the event is 0 or None.
 
     Attributes:
         job_id: Names the job.
@@ -50,7 +50,7 @@ class TrainProgress:
         version: STARTED: the live version that it begins on. STEP: the version that is live since
             this step; 0: it has committed none. FINISHED: the version that is live after it.
         ahead: QUEUED: jobs before it, the one that runs included.
-        state_version: STARTED: the version whose state the optimizer has; 0: it was begun anew.
+        state_version: STARTED: the version whose state the optimizer has; 0: it was started over.
         step: STEP: its number in the job. FINISHED: how many there were.
         loss: STEP: its loss, if it has one.
         tokens: STEP: how many it was trained on, if known.
@@ -92,7 +92,7 @@ class TrainStatus:
         state: Where its process stands.
         reason: Why it is not ready, or why its last process ended; empty: nothing is wrong.
         pid: Its process; 0: there is none.
-        restarts: Times that it was started anew.
+        restarts: Times that it was restarted.
         running_job_id: The job that runs; empty: none.
         running_steps: Steps that it has done.
         queued_job_ids: Jobs that wait, the next one first.
@@ -121,9 +121,9 @@ _STUB = train_pb2_grpc.TrainServiceStub
 def train_call(
     model: str, request: Mapping[str, Any], timeout_s: float | None, timeouts: Timeouts
 ) -> Call[TrainProgress]:
-    """Give the trainer a job; what is read is one of the messages that come."""
+    """Give the trainer a job; what is read is one of the messages that arrive."""
     if not isinstance(request, Mapping):
-        raise invalid("the request is no mapping of names to values")
+        raise invalid("the request is not a mapping of names to values")
     with typed_errors():
         message = pb.TrainRequest(model=model, request=to_struct("the request", request))
     return Call("Train", message, _longest(timeout_s, timeouts), to_progress, _STUB)
@@ -158,7 +158,7 @@ def cancel_train_call(model: str, job_id: str, timeouts: Timeouts) -> Call[None]
 
 
 def to_progress(m: pb.TrainResponse) -> TrainProgress:
-    """Convert what a job has come to."""
+    """Convert an event of a job."""
     event = m.WhichOneof("event")
     match event:
         case "queued":

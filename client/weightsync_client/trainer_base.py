@@ -1,4 +1,4 @@
-"""What the class of a trainer has, and what it tells."""
+"""What the class of a trainer has, and what it reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Trainer(Protocol):
 
     for what it keeps beside the weights, as an optimizer does: the first writes that into an empty
     folder, after every version that a job has made live, and the second takes up what was written
-    there, when that version is live again or the process was started anew. Without them, or where a
+    there, when that version is live again or the process was restarted. Without them, or where a
     version has none, a new instance begins. Saving is durable, and each job waits for it: where a
     state is large, write it for some versions only, and leave the folder of the others empty.
     """
@@ -53,8 +53,8 @@ class Trainer(Protocol):
         """Do one job, and yield after each step.
 
         To change what is served it writes within `with attached.transaction():`, and yields outside
-        of it. What it raises is told to whoever sent the job; what it had not committed by then was
-        taken back.
+        of it. What it raises is reported to the caller who sent the job; what it had not committed
+        by then was undone.
 
         Args:
             request: What was sent: what JSON can hold.

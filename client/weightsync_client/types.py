@@ -76,7 +76,7 @@ class RankResult:
         device_room_bytes: Memory of its device that it may take to stage versions.
         device_used_bytes: Memory of its device that it has taken, scratch included.
         transform: How versions become live on it.
-        transform_reason: Why that is not the plan; empty: it is, or nobody knows any more.
+        transform_reason: Why that is not the plan; empty: it is, or the reason is no longer known.
         loader: Its loader; None: it has none.
     """
 
@@ -121,11 +121,11 @@ class EngineStatus:
 
     Attributes:
         warnings: What makes its vLLM less safe than it need be.
-        name: The file name of its socket without `.sock`, or how the server was told to make it;
-            empty: the server is an earlier one, which tells nothing of what follows either.
+        name: The file name of its socket without `.sock`, or how the server was configured to make
+            it; empty: the server is an earlier one, which reports none of the following either.
         live_version: What every rank serves; 0: not known.
         rollback_version: What a rollback of this engine would go to; 0: none.
-        rollback_resident: That lies in memory, and where versions are loaded, loaded.
+        rollback_resident: That is in memory, and where versions are loaded, loaded.
         apply_id: Apply in progress; empty: none.
         last_seen: While it is away: when it last answered; None: not since the server started.
     """
@@ -169,7 +169,7 @@ class Durability(enum.StrEnum):
 
 
 class Residency(enum.StrEnum):
-    """Whether a version lies in the server's shared memory, or in an engine's own alone."""
+    """Whether a version is in the server's shared memory, or in an engine's own alone."""
 
     UNSPECIFIED = enum.auto()
     ABSENT = enum.auto()
@@ -224,7 +224,7 @@ class ApplyStrategy(enum.StrEnum):
 
 
 class LayoutCheck(enum.StrEnum):
-    """Whether the engine was asked if it takes a version's tensors, when their layout came."""
+    """Whether the engine was asked if it takes a version's tensors, when their layout arrived."""
 
     UNSPECIFIED = enum.auto()
     UNCHECKED = enum.auto()
@@ -258,7 +258,7 @@ class PushResult:
         sent_bytes: Bytes that this push sent, bytes sent again after a cut included.
         seconds: From the call until the commit was acknowledged.
         kind: Whether all was sent, or what changed since `base_version`.
-        fallback_reason: Why all was sent in place of a delta; empty: nobody asked for one.
+        fallback_reason: Why all was sent instead of a delta; empty: no delta was asked for.
         base_version: Of a delta; 0: a push in full.
         changed_fraction: Share of the elements that changed; None: not known, as in a push in full.
         dense_bytes: Bytes of the whole version in full, with which `sent_bytes` compares.
@@ -540,7 +540,7 @@ class VersionChange:
 
     Attributes:
         revision: Rises with every change of one life of the server.
-        initial: True on changes that tell the state at the beginning, or after a new connection.
+        initial: True on changes that give the state at the beginning, or after a new connection.
     """
 
     version: Version
@@ -566,7 +566,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """A version that now lies in a folder, every digest compared."""
+    """A version that is now in a folder, every digest compared."""
 
     version: Version
     files: tuple[str, ...]
@@ -591,7 +591,7 @@ class PushStatus:
     """An open push; `layout_check` says whether the engine takes its tensors.
 
     Of `writers` processes that bring it together some have not begun (`absent_writers`), others
-    have and did not ask for the commit yet; at most 100 of each are told. 0: one brings it alone.
+    have and did not ask for the commit yet; at most 100 of each are listed. 0: one sends it alone.
     """
 
     push_id: str
@@ -685,13 +685,13 @@ class FleetOrder(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FleetMemberReport:
-    """How far one member has come with an apply.
+    """How far one member is with an apply.
 
     Attributes:
         name: Its name.
         wave: Number of the decision that lets it go on, from 1.
         prepared: The version lies ready on every rank.
-        ready: It stands still, in a barrier.
+        ready: It is paused, in a barrier.
         done: The version is live.
         reason: What it could not do, and why; empty: nothing failed.
     """
@@ -706,7 +706,7 @@ class FleetMemberReport:
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """What a fleet has decided, and how far its members have come.
+    """What a fleet has decided, and how far its members are.
 
     Attributes:
         apply: Number of the apply in the fleet.
@@ -774,7 +774,7 @@ class FleetStatus:
         decided_version: What every member is to serve; 0: nothing was decided.
         decided_digest: Digest of that.
         skew: By how many commits the member that is furthest behind is behind.
-        undecided: Members that stand still and do not know the decision.
+        undecided: Members that are paused and do not know the decision.
         read_age_s: How long ago the answering member read the register; None: not since it started.
     """
 

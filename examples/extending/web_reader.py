@@ -78,7 +78,7 @@ class WebReader:
         except (FileNotFoundError, ValueError) as error:
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
-                f"{name} of version {version} is of no use: {error}; push again",
+                f"{name} of version {version} cannot be used: {error}; push again",
             ) from error
 
     def _place(self, model: str, version: int) -> Path:

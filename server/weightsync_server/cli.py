@@ -130,7 +130,7 @@ async def _run(settings: Settings, engine_args: list[str]) -> int:
     shut = await _until_end(app, asked)
     if shut:
         logger.critical(
-            "nobody can connect any more (%s): ending, to be started again",
+            "no client can connect any more (%s): exiting, to be restarted",
             shut,
             extra=event("server.shut"),
         )
@@ -138,7 +138,7 @@ async def _run(settings: Settings, engine_args: list[str]) -> int:
         await app.stop(_SHUT_DRAIN_S)
         return _SHUT
     logger.info(
-        "told to stop: calls under way get %g s to end",
+        "stopping: running calls get %g s to finish",
         settings.drain_timeout_s,
         extra=event("server.stopping"),
     )
@@ -166,7 +166,7 @@ async def _started(app: App | NodeServer, asked: asyncio.Event) -> bool:
     await asyncio.wait((starting, asking), return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()
     if not starting.done():
-        logger.info("told to stop before it has started", extra=event("server.stopping"))
+        logger.info("asked to stop before it had started", extra=event("server.stopping"))
         starting.cancel()
         await asyncio.wait([starting])
     if starting.cancelled():

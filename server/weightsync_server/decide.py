@@ -97,7 +97,8 @@ def divide(
     size = max(1, len(names)) if order is ApplyOrder.BARRIER else max_unavailable
     if size < 1:
         raise WeightSyncError(
-            Reason.REQUEST_INVALID, f"{size} members of a wave are none; let 1 or more be away"
+            Reason.REQUEST_INVALID,
+            f"a wave of {size} members is empty; allow 1 or more to be unavailable",
         )
     return tuple(tuple(names[at : at + size]) for at in range(0, len(names), size))
 
@@ -188,7 +189,7 @@ def next_step(plan: DecisionPlan, state: DecisionState) -> Order:
     if not waiting:
         return Decide(step, Verdict.COMMIT)
     if lost := state.gone.intersection(waiting):
-        why = "gone from the fleet's register; apply again, without it unless its server is back"
+        why = "no longer in the fleet's register; apply again, without it unless its server is back"
         return Decide(step, Verdict.ABORT, f"{_names(lost)} is {why}")
     if state.late:
         return Decide(step, Verdict.ABORT, f"{_names(waiting)} did not answer in time")

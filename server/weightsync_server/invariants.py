@@ -63,7 +63,7 @@ class InvariantMonitor:
             try:
                 self.look()
             except Exception:
-                logger.exception("the census failed")
+                logger.exception("counting the members and ranks failed")
 
     def _wrong(self) -> Iterator[tuple[str, str, str]]:
         """Yield everything that must not be: label, what it is, and figures that may change."""
@@ -71,10 +71,10 @@ class InvariantMonitor:
         budget, epoch = segments.budget, self._model.epochs.newest
         stray = budget.reserved - slots.reserved_bytes - segments.retired_bytes
         if stray:
-            yield "no_leak", "segments are reserved and in no slot", f": {stray} bytes"
+            yield "no_leak", "segments are reserved but in no slot", f": {stray} bytes"
         if budget.reserved > budget.limit:
             figures = f": {budget.reserved} of {budget.limit} bytes"
-            yield "bounded", "more is reserved than there may be", figures
+            yield "bounded", "more memory is reserved than allowed", figures
         if epoch < self._epoch:
             yield "stale_writer", f"the epoch fell from {self._epoch}", f" to {epoch}"
         self._epoch = max(self._epoch, epoch)
@@ -92,7 +92,7 @@ class InvariantMonitor:
             if record.commit is None:
                 yield (
                     "commit_atomic",
-                    f"version {record.version} counts as committed and is not",
+                    f"version {record.version} is listed as committed but is not",
                     "",
                 )
                 continue

@@ -66,7 +66,7 @@ class NodeGroup:
             )
         before = self._joined.pop(node.rank, None)
         if before is not None:
-            before.leave("was replaced by another one")
+            before.leave("was replaced by another server")
         self._joined[node.rank] = node
         self._changes[node.rank] += 1
 
@@ -79,7 +79,7 @@ class NodeGroup:
     def close(self) -> None:
         """End every call of a node, which would not end by itself."""
         for node in list(self._joined.values()):
-            self.part(node, "was sent away: the server stops")
+            self.part(node, "was disconnected: the server is stopping")
         for page in self._pages.values():
             page.close()
         self._pages.clear()
@@ -123,7 +123,7 @@ class NodeGroup:
     def _mapped(self, name: str) -> MappedSegment:
         found = self._segments.open(name)
         if found is None:
-            raise _unknown(f"{name} is not staged any more")
+            raise _unknown(f"{name} is no longer staged")
         return MappedSegment(*found)
 
 
@@ -214,7 +214,7 @@ class JoinedNode:
     def away(self) -> WeightSyncError:
         return WeightSyncError(
             Reason.SERVER_AWAY,
-            f"the weightsync-server of node {self.rank} {self.left}; look at its log, and apply "
+            f"the weightsync-server of node {self.rank} {self.left}; check its log, and apply "
             "again when it is back",
             retry_after_s=1.0,
         )
@@ -252,7 +252,7 @@ class NodeServicer:
             raise WeightSyncError(Reason.SHUTTING_DOWN, f"node {node.rank} {node.left}")
         finally:
             listening.cancel()
-            self._group.part(node, "has gone")
+            self._group.part(node, "has exited")
             logger.warning("the weightsync-server of node %d %s", node.rank, node.left)
 
     async def read_staged(
@@ -276,14 +276,15 @@ class NodeServicer:
                     self._group.report(node, request.report)
                 elif request.HasField("ready"):
                     node.take(request.ready)
-        self._group.part(node, "has gone")
+        self._group.part(node, "has exited")
 
 
 async def _hello(requests: AsyncIterator[pb.JoinRequest]) -> int:
     first = await anext(requests, None)
     if first is None or not first.hello.node_rank:
         raise WeightSyncError(
-            Reason.REQUEST_INVALID, "a node says first which it is, from 1; set --node-rank"
+            Reason.REQUEST_INVALID,
+            "set --node-rank: the first message of a node gives its rank, from 1",
         )
     if first.hello.node_rank > _MAX_RANK:
         raise WeightSyncError(
@@ -293,8 +294,8 @@ async def _hello(requests: AsyncIterator[pb.JoinRequest]) -> int:
     if first.hello.server_version != __version__:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"node {first.hello.node_rank} has weightsync {first.hello.server_version}, the head "
-            f"{__version__}; install the same release on both",
+            f"node {first.hello.node_rank} has weightsync {first.hello.server_version}, but the "
+            f"head has {__version__}; install the same release on both",
         )
     return int(first.hello.node_rank)
 
@@ -342,7 +343,7 @@ class EngineNodes:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
                 f"the other nodes of this engine did not stage a version within {timeout_s:g} s; "
-                "look at the logs of their weightsync-servers, or raise prepare_timeout",
+                "check the logs of their weightsync-servers, or raise prepare_timeout",
             ) from None
         return clock.monotonic() - begun
 
@@ -365,8 +366,8 @@ class EngineNodes:
             pass
         raise WeightSyncError(
             Reason.SERVER_AWAY,
-            "the weightsync-server of another node of this engine left in the middle of it and is "
-            "back; apply again",
+            "the weightsync-server of another node of this engine restarted during the apply; "
+            "apply again",
             retry_after_s=1.0,
         )
 
@@ -391,8 +392,8 @@ class EngineNodes:
             if node is None:
                 raise WeightSyncError(
                     Reason.SERVER_AWAY,
-                    f"node {rank} of this engine has no weightsync-server, so that its ranks get "
-                    f"no weights; start weightsync-server --node-of HEAD --node-rank {rank} there",
+                    f"node {rank} of this engine has no weightsync-server, so its ranks get no "
+                    f"weights; start weightsync-server --node-of HEAD --node-rank {rank} there",
                     retry_after_s=1.0,
                 )
             yield node

@@ -223,8 +223,9 @@ class Settings:
             for endpoint in self.listeners.of_ingest(place):
                 if endpoint.address in taken and not endpoint.address.endswith(":0"):
                     raise ValueError(
-                        f"an ingest process would listen on {endpoint.address}, which is named "
-                        "already; leave room after each port that --listen names"
+                        "leave the ports after each port of --listen free: an ingest process "
+                        f"would listen on {endpoint.address}, which is already in use by another "
+                        "setting"
                     )
                 taken.add(endpoint.address)
 
@@ -234,9 +235,9 @@ class Settings:
         _check_host_port("metrics", self.metrics, 9551)
         if not self.metrics_open and not is_loopback(self.metrics.rpartition(":")[0]):
             raise ValueError(
-                f"{self.metrics} can be reached from other hosts and /metrics asks nobody who "
-                "reads; give --metrics-open where a firewall or network policy keeps strangers "
-                "out, or --metrics 127.0.0.1:PORT"
+                f"{self.metrics} can be reached from other hosts, and /metrics has no "
+                "authentication; give --metrics-open where a firewall or network policy limits "
+                "who can reach it, or --metrics 127.0.0.1:PORT"
             )
 
     @property

@@ -330,7 +330,8 @@ def _use_cases(core: ServerCore, services: Sequence[ExtraService]) -> dict[str, 
         its = service.use_cases()
         if both := sorted(calls.keys() & its.keys()):
             raise WeightSyncError(
-                Reason.REQUEST_INVALID, f"two services serve {', '.join(both)}; name one otherwise"
+                Reason.REQUEST_INVALID,
+                f"give one of the services another name: two serve {', '.join(both)}",
             )
         calls |= its
     return calls
@@ -353,7 +354,7 @@ def _bind(
         add_calls({**calls, **failing}, server)
         health_pb2_grpc.add_HealthServicer_to_server(ground.health, server)
         if failing:
-            logger.warning("failpoints are on; this server fails on purpose")
+            logger.warning("failpoints are enabled; this server fails on purpose")
         if settings.reflection:
             names = (_SERVICE.full_name, HEALTH, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
@@ -406,7 +407,7 @@ def _refusing_address(address: str, flag: str) -> Iterator[None]:
     except OSError as error:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"{address} is taken, or is no address that this server may use; choose another "
+            f"{address} is in use, or is not an address that this server may use; choose another "
             f"with {flag}",
         ) from error
 
@@ -444,7 +445,9 @@ async def _drain(engines: EngineBundle, longest_s: Callable[[], float]) -> None:
             await engines.transactions.drain()
             await engines.applier.drain()
     except TimeoutError:
-        logger.warning("an apply is still running after the drain; the engine ends its pause")
+        logger.warning(
+            "an apply is still running after the drain timeout; the engine resumes by itself"
+        )
 
 
 async def listen(

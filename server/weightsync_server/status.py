@@ -54,7 +54,7 @@ class AppliesStatus:
         if status.apply_id:
             return f"apply {status.apply_id} is in progress"
         if reason := newest.rejected_reason:
-            return f"set clear_rejected to apply it all the same: it is rejected ({reason})"
+            return f"set clear_rejected to apply it anyway: it is rejected ({reason})"
         if reason := newest.refused_reason:
             return f"push weights that the model takes: {reason}"
         if newest.damaged:
@@ -70,7 +70,7 @@ class AppliesStatus:
         if serving := [one.name for one in engines if one.live_version == number]:
             return f"apply it to all engines: only {', '.join(serving)} of this host serves it"
         command = "fleet apply" if self.fleet else "apply"
-        return f"run `weightsync {command} {number}`: no apply of it has been asked for"
+        return f"run `weightsync {command} {number}`: no apply of it has been requested"
 
     def _failure(self, version: int) -> str:
         """Return why the last apply of a version has failed; "": it has not, or there was none."""

@@ -306,7 +306,7 @@ def test_a_rollout_does_not_wait_for_ever_for_a_policy_that_failed(
     synchronizer.policies[0].finalize()
     with pytest.raises(ClientError, match="no sync has been prepared"):
         synchronizer.sync_weights(_weights(41))
-    with pytest.raises(ClientError, match=r"of sync 3 was not there within 0\.5 s; see the error"):
+    with pytest.raises(ClientError, match=r"of sync 3 did not arrive within 0\.5 s; see the error"):
         synchronizer.receive(synchronizer.rollouts[0], [])
 
 

@@ -147,7 +147,7 @@ def test_one_rank_applies_for_all(
     ("training", "steps", "words"),
     [
         ("away", 0, ["SERVER_AWAY; no answer from", "check that weightsync-server runs there"]),
-        ("unlike", 1, ["writer 1 of 2 did not come", "rank 1: model 'other' is not configured"]),
+        ("unlike", 1, ["writer 1 of 2 did not arrive", "rank 1: model 'other' is not configured"]),
         ("not_applied", 2, ["ENGINE_AWAY", "step 2 is version 2, which was not applied"]),
     ],
 )

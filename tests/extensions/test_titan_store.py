@@ -89,7 +89,7 @@ def test_each_push_is_a_version_with_the_whole_of_it(
         ("shape", r"LAYOUT_INVALID: tensor 'x' .* is torch.float32 [3], that of the state dict"),
         ("dtype", r"LAYOUT_INVALID: tensor 'x' .* that of the state dict torch.float16 [3]"),
         ("names", "lacks ['y'], and the state dict lacks ['x']; build both models alike"),
-        ("rdma", "REQUEST_INVALID: direct_rdma=True would have generators read"),
+        ("rdma", "REQUEST_INVALID: leave direct_rdma out: it has generators read"),
     ],
 )
 def test_what_fails_is_an_error_on_every_rank(

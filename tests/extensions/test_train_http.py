@@ -202,7 +202,7 @@ def test_a_checkpoint_is_a_folder(site: _Site, url: str) -> None:
     live = site.client.status().models[0].live_version
     assert done.status_code == 200
     found = done.json()
-    assert found.pop("missing").startswith("the folder has no config.json and no tokenizer")
+    assert found.pop("missing").startswith("copy config.json and tokenizer into the folder")
     assert found == {"version": live, "path": str(folder)}
     assert (folder / "model.safetensors").exists()
     again = site.post(_CHECKPOINT, {"folder": name}, url=url)
@@ -283,7 +283,7 @@ def test_who_may(site: _Site, url: str, role: str, train: int, status: int) -> N
         (_TRAIN, b'{"a": 9007199254740993}', "which would be rounded"),
         (f"{_TRAIN}?a=b", b"{}", "leave the query out"),
         (_CANCEL, b"{}", "job_id must be given"),
-        (_CANCEL, b'{"job": "x"}', "'job' is no field"),
+        (_CANCEL, b'{"job": "x"}', "'job' is not a field"),
         (_CHECKPOINT, b'{"folder": 3}', "folder must be given, as text"),
         (_CHECKPOINT, b'{"folder": ""}', "folder must be given, as text"),
         (_CHECKPOINT, b'{"folder": "../x"}', "folder must be a name"),
@@ -334,7 +334,7 @@ def test_what_vllm_passes_on_needs_a_token_where_nobody_is_asked() -> None:
                 for headers in ({}, {"Authorization": "Bearer ws_x"}):
                     answer = httpx.get(vllm + _STATUS, headers=headers)
                     assert answer.status_code == 401
-                    assert "start it with --authority FILE" in answer.json()["error"]
+                    assert "start this server with --authority FILE" in answer.json()["error"]
         finally:
             server.stop()
 

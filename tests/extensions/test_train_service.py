@@ -208,11 +208,11 @@ def test_a_job_changes_what_is_live(site: _Site) -> None:
     # One that commits nothing goes on from there; what it forks has no voice.
     _, started, step, finished = site.train(quiet=0, fork="after")
     assert (started.version, step.version, step.loss, finished.version) == (last, 0, 3.0, last)
-    _until(lambda: "has come back from the trainer's class" in site.log)
+    _until(lambda: "returned from the trainer's class" in site.log)
     *_, finished = site.train(fork="inside")
     assert finished.version == last + 1
     site.holds(3, 30)
-    _until(lambda: site.log.count("has come back from the trainer's class") == 2)
+    _until(lambda: site.log.count("returned from the trainer's class") == 2)
     status = site.done()
     assert (status.state, status.finished, status.failed) == (TrainerState.READY, 3, 0)
     assert (status.state_version, status.reason, status.restarts) == (last + 1, "", 0)
@@ -326,7 +326,7 @@ def test_a_trainer_that_is_frozen_past_its_lease_is_ended(site: _Site) -> None:
     _, events = site.begin(hang="inside", lease_s=1.0)
     _until(lambda: "it hangs inside" in site.log)
     os.kill(pid, signal.SIGSTOP)
-    _until(lambda: "the trainer was silent for 1 s" in site.log)
+    _until(lambda: "the trainer sent no heartbeat for 1 s" in site.log)
     with pytest.raises(ClientError) as caught:
         list(events)
     assert caught.value.reason is Reason.TRAINER_AWAY
@@ -370,7 +370,10 @@ def test_no_trainer_outlives_the_server(site: _Site, end: str) -> None:
         (
             _ADDING,
             0.2,
-            "was not ready within 0.2 s; have setup of the class do less, or start the server with",
+            (
+                "was not ready within 0.2 s; shorten the setup of the class, or start the "
+                "server with a higher"
+            ),
         ),
         (
             "tests.support.adding_trainer:BrokenTrainer",
@@ -396,7 +399,7 @@ def test_jobs_do_not_wait_for_a_class_that_cannot_be_used_until_it_can() -> None
         # Where the start has failed a few times, and at once afterwards.
         for _ in range(2):
             error = site.refused(Reason.TRAINER_AWAY)
-            assert error.message.startswith("no trainer can be started, which is tried again")
+            assert error.message.startswith("no trainer can be started; the server tries again")
             assert "No module named 'late'; correct it, or" in error.message
             assert "send it again" not in error.message
             assert "Traceback" in error.metadata["traceback"]
@@ -427,7 +430,7 @@ def test_the_state_of_the_optimizer_goes_with_the_version(site: _Site) -> None:
     # Another one's version: from the beginning.
     site.client.apply(site.client.push(_tensors(100)).version)
     assert _began(site.train()) == (first + 5, 1.0)
-    assert site.log.count("with an optimizer that begins anew") == 2
+    assert site.log.count("with an optimizer that starts over") == 2
     # A new process has it still.
     os.kill(site.ready(), signal.SIGKILL)
     _until(lambda: site.done().restarts == 1)
@@ -465,7 +468,7 @@ def test_what_a_job_pushes_in_the_background_counts_before_anything_is_said_of_i
 @pytest.mark.parametrize(
     ("request_", "reason", "sentence"),
     [
-        ({}, Reason.TRAINER_FAILED, "the transaction did not count, and version"),
+        ({}, Reason.TRAINER_FAILED, "the transaction was undone, and version"),
         ({"raise": "after"}, Reason.TRAINER_FAILED, "ArithmeticError: diverged after the trans"),
         ({"cancel": True}, Reason.CANCELLED, "was cancelled"),
     ],
@@ -483,7 +486,7 @@ def test_what_is_put_back_in_the_background_is_its_own_job_s_failure(
     with pytest.raises(ClientError, match=sentence) as caught:
         list(events)
     assert caught.value.reason is reason
-    assert f"version {site.first} is put back" in site.log
+    assert f"version {site.first} is being restored" in site.log
     # No version that was undone is named, and no state has its number.
     assert "version" not in caught.value.metadata
     site.holds(0, 0)
@@ -510,7 +513,9 @@ def test_a_checkpoint_is_what_is_live(site: _Site) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["first"]
     # What lies beside the engine's checkpoint, and what does not.
     assert (folder / "tokenizer.json").read_text() == "{}"
-    assert done.missing.startswith("the folder has no config.json, for none was found")
+    assert done.missing.startswith(
+        "copy config.json into the folder before a vLLM loads it: none was found"
+    )
     assert site.client.checkpoint().path == ""
     for name in ("first", "../first", ".first", "a/b", "x" * 200):
         with pytest.raises(ClientError) as caught:

@@ -99,7 +99,7 @@ def test_the_command_reads_the_environment(secured: Secured) -> None:
     assert "`weightsync rollback`" in denied.stderr
     del variables["WEIGHTSYNC_TOKEN_FILE"]
     nobody = run("status")
-    assert (nobody.returncode, "send one bearer token" in nobody.stderr) == (9, True)
+    assert (nobody.returncode, "with one token" in nobody.stderr) == (9, True)
     assert "WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE" in nobody.stderr
     variables["WEIGHTSYNC_TLS_CERT"] = ""
     assert "go together" in run("status").stderr

@@ -82,9 +82,9 @@ def test_an_open_address_needs_tls_and_an_authority_file(folder: Path) -> None:
     ("text", "sentence"),
     [
         ("", "principal: Field required"),
-        ("[[principal", "is not right"),
+        ("[[principal", "correct the authority file"),
         (_good(tokens=["ws_in_the_clear"]), "tokens.0.hash"),
-        (_good(tokens=[], certificates=["c"]), "nobody could prove authority"),
+        (_good(tokens=[], certificates=["c"]), "no caller can be authenticated"),
         *_seldom(
             ("principal = []", "at least 1 item"),
             (_good(roles=["root"]), "roles.0"),
@@ -93,9 +93,9 @@ def test_an_open_address_needs_tls_and_an_authority_file(folder: Path) -> None:
             (_good(models=["../x"]), "models.0"),
             (_good(name="a\nb"), "name"),
             (_good(secret="x"), "secret: Extra inputs"),
-            (_good() + _good(), "stands there twice"),
-            (_good() + _good(name="b"), "stands there twice"),
-            (_good(tokens=[]), "add tokens, or certificate names and --tls-client-ca"),
+            (_good() + _good(), "one is listed twice"),
+            (_good() + _good(name="b"), "one is listed twice"),
+            (_good(tokens=[]), "certificate names and --tls-client-ca"),
         ),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_key_that_others_may_read_or_that_does_not_fit_is_refused(folder: Path
     ca = Authority(folder / "pki")
     pair, other = ca.sign("server"), ca.sign("other")
     ran = _start(folder, f"--tls-cert={pair.certificate}", f"--tls-key={other.key}")
-    assert (ran.returncode, "are no PEM certificate and its key" in ran.stderr) == (1, True)
+    assert (ran.returncode, "are not a PEM certificate and its key" in ran.stderr) == (1, True)
     pair.key.chmod(0o644)
     ran = _start(folder, f"--tls-cert={pair.certificate}", f"--tls-key={pair.key}")
     assert (ran.returncode, "has mode 0644" in ran.stderr) == (1, True)

@@ -138,7 +138,7 @@ def test_a_pair_that_does_not_fit_changes_nothing(folder: Path) -> None:
         # Half of a rotation: the certificate is new, the key is not.
         fresh.certificate.rename(secured.pair.certificate)
         assert _served(secured) == first
-        assert "the certificate from before stays" in secured.server.log
+        assert "the previous certificate stays in use" in secured.server.log
         fresh.key.rename(secured.pair.key)
         assert _served(secured) != first
     finally:
@@ -159,7 +159,7 @@ def test_an_authority_file_that_breaks_changes_nothing(folder: Path) -> None:
         secured.file.chmod(0o600)
         secured.file.unlink()
         assert code_of(channel, STATUS, old) is grpc.StatusCode.OK
-        assert secured.server.log.count("what was read before stays in force") == 5
+        assert secured.server.log.count("the previous content stays in force") == 5
         secured.write(read=new_token())
         assert code_of(channel, STATUS, secured.bearer("read")) is grpc.StatusCode.OK
     finally:

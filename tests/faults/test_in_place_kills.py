@@ -263,7 +263,7 @@ def test_a_frozen_trainer_keeps_the_next_server_from_serving(
                 return engine.reason if engine.state == "fenced" else ""
 
             # This process is named, too, where it has attached before: the ranks are in it.
-            named = re.compile(rf"end process ([0-9]+, )*{trainer.pid}(, [0-9]+)*, or let it go on")
+            named = re.compile(rf"end process ([0-9]+, )*{trainer.pid}(, [0-9]+)*, or continue it")
             within(60, lambda: named.search(why()) is not None)
             os.kill(trainer.pid, ends)
         assert site.recover() == site.first
@@ -309,7 +309,7 @@ def test_a_second_job_is_kept_out_by_the_next_server_too(site: _Site) -> None:
     [
         ("nothing", "has written weight outside a transaction"),
         ("session", "has written weight outside a transaction"),
-        ("server", "the server hands over no memory"),
+        ("server", "it shares no memory"),
     ],
 )
 def test_a_stray_write_is_found_whatever_was_lost(
@@ -330,8 +330,8 @@ def test_a_stray_write_is_found_whatever_was_lost(
             within(30, lambda: client.get_version(site.first).live_check is LiveCheck.PASSED)
             logged = len(site.server.log)
             assert tell("write") == "written"
-            said = "has written weight outside a transaction; version"
-            within(30, lambda: f"{said} {site.first} is placed again" in site.server.log[logged:])
+            said = "wrote weight outside a transaction; version"
+            within(30, lambda: f"{said} {site.first} is being restored" in site.server.log[logged:])
             within(30, lambda: client.get_version(site.first).live_check is LiveCheck.PASSED)
             for content in site.contents:
                 assert torch.equal(content, _weight(1))

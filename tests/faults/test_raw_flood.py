@@ -143,7 +143,7 @@ def test_a_call_whose_request_never_comes_is_ended(server: WeightSyncServer) -> 
         over.set()
     assert time.monotonic() - begun > 9
     assert caught.value.code() is CODE.DEADLINE_EXCEEDED
-    assert "no request came within 10 s" in str(caught.value.details())
+    assert "no request arrived within 10 s" in str(caught.value.details())
 
 
 @contextlib.contextmanager

@@ -238,7 +238,7 @@ async def test_wrong_tls_is_said_within_the_time(
     for error in errors:
         assert isinstance(error, WeightSyncError), errors
         assert error.reason == Reason.DEADLINE_EXCEEDED
-        assert re.search(r"see that .* addresses and TLS fit", error.message)
+        assert re.search(r"check that .* addresses and TLS are right", error.message)
     await register.close()
 
 

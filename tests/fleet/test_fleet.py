@@ -158,7 +158,7 @@ def test_barrier_rolling_and_rollback(fleet: FleetServers, tmp_path: Path) -> No
         assert {live(client) for client in clients.values()} == {fourth}
         assert clients["c"].get_version(fourth).serving != "rejected"
 
-        assert "no apply of the fleet runs" in run(fleet, "b", "fleet", "abort")
+        assert "no apply of the fleet is running" in run(fleet, "b", "fleet", "abort")
         fifth = push(clients["a"], 5)
         # Longer than a command takes to start; whoever aborts ends it.
         plan.write_text("fleet.prepare=1*sleep(40)")

@@ -222,6 +222,6 @@ def test_the_fleet_commands_as_typed(site: Site, etcd: str) -> None:
     assert "barrier: COMMIT, version 41" in applied
     assert f"version {version} is decided" in status
     assert members.startswith(f"host7: serving, version {version} ")
-    assert aborted.startswith("no apply of the fleet runs")
+    assert aborted.startswith("no apply of the fleet is running")
     assert f"COMMIT, version {before}" in rolled_back
     assert f"COMMIT, version {version}" in accepted

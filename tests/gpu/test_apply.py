@@ -156,7 +156,7 @@ def test_sleeping_engine_refuses_an_apply_and_takes_it_once_awake(
     with pytest.raises(grpc.RpcError) as caught:
         site.apply()
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "wake it up" in str(caught.value.details())
+    assert "wake the engine up" in str(caught.value.details())
     assert site.vllm.request("/wake_up", {})[0] == 200
     site.apply()
     assert _answers(site.vllm) == wanted

@@ -260,7 +260,7 @@ def test_a_trainer_that_is_killed_in_a_transaction_leaves_nothing(site: Attached
         assert trainer.ask("write") == "written"
         trainer.process.send_signal(signal.SIGKILL)
         # Gone or detached: whichever of its two streams the server sees end first.
-        _until(lambda: "is put back: the trainer has " in site.server.log)
+        _until(lambda: "is being restored: the trainer " in site.server.log)
     site.server.wait_serving()
     with site.client() as client, client.attach() as attached:
         assert unlike(attached, site.first) == []

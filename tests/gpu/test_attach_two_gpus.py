@@ -47,7 +47,7 @@ def test_halves_and_replicas_are_those_of_the_checkpoint(site: AttachedSite) -> 
         with torch.device("meta"):
             model = torch.nn.Module()
             model.register_parameter("weight", torch.nn.Parameter(torch.empty(2)))
-        with pytest.raises(RefusedError, match="do not lie whole in one place"):
+        with pytest.raises(RefusedError, match="are not contiguous"):
             attached.load_into(model)
 
 

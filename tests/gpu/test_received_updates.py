@@ -154,6 +154,6 @@ def test_what_is_sent_over_nccl_is_a_version(root: Path, packed: bool) -> None:
         update = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
         status, answer = vllm.request("/update_weights", {"update_info": update}, timeout=120)
         assert status == 400
-        assert "nothing came for 20 s" in str(answer)
+        assert "nothing arrived for 20 s" in str(answer)
         assert vllm.answers()
         nccl_sender(trainer.model, client, 1, packed=packed).send_weights()

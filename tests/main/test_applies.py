@@ -114,7 +114,7 @@ def test_applies_are_listed_everywhere_and_outlive_the_server(site: _Site) -> No
     _check_http(site)
     before = client.applies()
     site.restart()
-    # What the engine had in memory has gone with its server, so that it is placed again.
+    # What the engine had in memory is gone with its server, so it is restored.
     (placed, *others) = client.applies()
     assert _short(placed) == (ApplyKind.RECOVERY, 1, 1, ApplyResult.APPLIED)
     assert others == before
@@ -184,7 +184,7 @@ def _check_commands(site: _Site) -> None:
             assert (line[at - 2 : at].strip(), line[at : at + 1]) != ("", " "), column
             assert not line[at - 2 : at].strip(), column
     assert "refused 3 times" in lines[2]
-    assert lines[2].endswith("give --clear-rejected to apply it all the same")
+    assert lines[2].endswith("give --clear-rejected to apply it anyway")
     assert lines[3].endswith("  it babbles")
     assert len(site.run("applies", "--last", "1").splitlines()) == 2
     found = json.loads(site.run("applies", "--version", "9", "--json"))

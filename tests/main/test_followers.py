@@ -279,11 +279,11 @@ def test_a_cache_that_lies_is_found_out(bucket: ObjectServer, folder: Path) -> N
             pushed = trainer.get_version(trainer.push(checkpoint(2)).version)
             until(lambda: staged(client, pushed), "the version is staged")
             assert cache.asked
-            assert "other bytes" not in follower.log
+            assert "returned different bytes" not in follower.log
             cache.change = lambda data: bytes(len(data))
             pushed = trainer.get_version(trainer.push(checkpoint(3)).version)
             until(lambda: staged(client, pushed), "the version is staged all the same")
-            assert "the cache gave other bytes than were put" in follower.log
+            assert "the cache returned different bytes than were stored" in follower.log
             client.apply(pushed.version)
             assert client.verify().content_digest == pushed.content_digest
             assert _equal(client, pushed.version, checkpoint(3))

@@ -285,16 +285,16 @@ def _other_shape(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (_cut, "the file was cut; copy it again"),
-        (_cut_header, "is no safetensors file"),
+        (_cut, "the file was cut short; copy it again"),
+        (_cut_header, "is not a safetensors file"),
         (_lose_shard, "does not exist here"),
-        (_lose_all, "there is no .safetensors file"),
+        (_lose_all, "give the folder that holds the .safetensors files"),
         (_swap, 'places "b" in'),
-        (_climb, "no index of safetensors files"),
-        (_no_index, "no index of safetensors files"),
-        (_link, "no link is followed"),
-        (_link_index, "no link is followed"),
-        (_fifo, "no regular file"),
+        (_climb, "not an index of safetensors files"),
+        (_no_index, "not an index of safetensors files"),
+        (_link, "links are not followed"),
+        (_link_index, "links are not followed"),
+        (_fifo, "not a regular file"),
         (_other_shape, "the engine has"),
     ],
 )
@@ -364,7 +364,7 @@ def test_a_folder_that_was_written_again_does_not_join(site: _Site) -> None:
             os.utime(file)
         again = site.post(folder)
         assert again.status_code == 409
-        assert "has changed since" in again.json()["error"]
+        assert "changed after the running update read it" in again.json()["error"]
         site.server.stub.AbortPush(pb.AbortPushRequest(push_id=push_id), timeout=10)
         begun.result()
 
@@ -574,7 +574,7 @@ def test_a_port_that_is_taken_ends_the_start(folder: Path) -> None:
         server = WeightSyncServer(
             folder / "run", folder / "state", flags=[f"--http=127.0.0.1:{port}"]
         )
-        with pytest.raises(RuntimeError, match=f"127.0.0.1:{port} is taken, .* with --http"):
+        with pytest.raises(RuntimeError, match=f"127.0.0.1:{port} is in use, .* with --http"):
             server.start()
 
 

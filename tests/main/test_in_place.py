@@ -92,7 +92,7 @@ class _Site:
 
     def wait_restored(self) -> None:
         """Return when what a trainer has written is taken back."""
-        _until(lambda: f"version {self.first} is put back" in self.log)
+        _until(lambda: f"version {self.first} is being restored" in self.log)
 
     def client(self) -> Client:
         return Client(self.server.address)
@@ -248,7 +248,7 @@ def test_an_error_in_the_block_takes_it_back(site: _Site) -> None:
         kept, taken_back = (one for one in client.applies(2))
     assert (kept.result, taken_back.result) == (ApplyResult.APPLIED, ApplyResult.RESTORED)
     assert (taken_back.previous_version, taken_back.engine) == (site.first, "memory")
-    assert "the trainer has taken it back" in taken_back.reason
+    assert "the trainer withdrew it" in taken_back.reason
     assert site.recover() == site.first + 1
 
 
@@ -317,7 +317,7 @@ def test_the_pause_ends_by_the_setting_however_often_it_is_renewed() -> None:
                     _until(attached._transaction.renew)  # type: ignore[union-attr]
 
                 message = _refused(attached, Reason.APPLY_RESTORED, renew, lease_s=20.0)
-                assert "has stood still for 1 s, which is --in-place-pause-s" in message
+                assert "has been paused for 1 s, the limit of --in-place-pause-s" in message
                 assert site.server.wait_serving().live_version == site.first
                 assert torch.equal(attached.read("b"), _tensors(1)["b"])
                 attached.check()
@@ -391,13 +391,13 @@ def test_what_came_to_nothing_while_it_waited_pauses_nothing(site: _Site) -> Non
             given_up._call.cancel()
             time.sleep(0.5)
             client.rollback()
-            with pytest.raises(ClientError, match="nothing was begun and nothing paused") as caught:
+            with pytest.raises(ClientError, match="nothing was started or paused") as caught:
                 left._answer()
             assert caught.value.reason is Reason.APPLY_BUSY
 
         assert "a rollback was asked for" in _refused(attached, Reason.APPLY_RESTORED, wait)
         assert torch.equal(attached.read("b"), _tensors(1)["b"])
-        assert site.log.count("is put back") == 1
+        assert site.log.count("is being restored: ") == 1
     assert site.recover() == site.first
 
 
@@ -532,7 +532,7 @@ def test_nothing_is_written_while_the_engine_still_generates() -> None:
     [
         ({"lease_s": 0.01}, "lease must be"),
         ({"lease_s": 1000.0}, "lease must be"),
-        ({"pause": "between_steps"}, "stands still while it is written"),
+        ({"pause": "between_steps"}, "the engine is paused while it is written"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_pauses(
@@ -624,7 +624,7 @@ def test_nobody_takes_what_is_not_proved_yet(site: _Site) -> None:
             watching.start()
 
         def look() -> None:
-            while "is put back" not in site.log:
+            while "is being restored: " not in site.log:
                 newest = client.versions()[0]
                 if newest.version > site.first:
                     seen.append(newest.durability)
@@ -748,7 +748,7 @@ def test_what_was_closed_says_so(site: _Site) -> None:
     with site.attached() as attached:
         pass
     for use in (attached.check, attached.transaction().begin):
-        with pytest.raises(InvalidError, match="this was closed; attach again"):
+        with pytest.raises(InvalidError, match="attach again: this attachment was closed"):
             use()
     assert site.recover() == site.first
 
@@ -830,9 +830,9 @@ def test_a_tied_tensor_is_left_out_of_an_update(site: _Site) -> None:
     [
         (None, "takes tensors by name, not NoneType"),
         ([("b", torch.zeros(3))], "takes tensors by name, not list"),
-        ({"w": [1.0]}, "w is no dense tensor"),
-        ({"w": torch.zeros(8, 4, device="meta")}, "w is no dense tensor"),
-        ({"w": torch.zeros(8, 4).to_sparse()}, "w is no dense tensor"),
+        ({"w": [1.0]}, "w is not a dense PyTorch tensor"),
+        ({"w": torch.zeros(8, 4, device="meta")}, "w is not a dense PyTorch tensor"),
+        ({"w": torch.zeros(8, 4).to_sparse()}, "w is not a dense PyTorch tensor"),
         ({"w": ShardedTensor((8, 4), "F32", [])}, "call init_process_group first"),
     ],
 )
@@ -886,7 +886,7 @@ def test_processes_that_have_parts_have_them_served_together(
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("missing", "tensors are missing, unknown to the engine, or of another dtype or shape"),
+        ("missing", "tensors are missing, unknown to the engine, or of a different dtype or shape"),
         ("fails", "ZeroDivisionError: division by zero"),
         ("changes", "w (of 1) changed while they were copied into the engine"),
     ],
@@ -904,8 +904,8 @@ def test_what_fails_in_one_process_fails_in_all(
 
 def test_a_process_that_dies_takes_the_update_with_it(site: _Site, tmp_path: Path) -> None:
     first, second = _joint(site, tmp_path, "dies")
-    assert "a rank of the trainer has gone" in first
-    assert "start the processes anew and attach again" in first
+    assert "a rank of the trainer has exited" in first
+    assert "restart the processes and attach again" in first
     assert second == ""
     with site.attached() as attached:
         assert torch.equal(attached.read("w"), _tensors(1)["w"])
@@ -990,7 +990,7 @@ def test_a_replica_that_was_not_written_is_found(site: _Site) -> None:
         message = _refused(
             attached, Reason.APPLY_RESTORED, lambda: attached.boxes["w"][0].view.add_(1)
         )
-        assert "ranks 0/0/0 and 0/0/1 hold other bytes of the same part of w" in message
+        assert "ranks 0/0/0 and 0/0/1 hold different bytes of the same part of w" in message
     assert site.recover() == site.first
 
 
@@ -1006,7 +1006,7 @@ def test_a_trainer_that_dies_or_freezes_is_put_back(
         site.wait_restored()
         if (end, phase) == (signal.SIGSTOP, "open"):
             # Whatever it writes when it goes on is not served.
-            _until(lambda: f"end process {trainer.pid}, or let it go on" in site.log)
+            _until(lambda: f"end process {trainer.pid}, or continue it" in site.log)
             with site.client() as client:
                 _until(lambda: client.status().models[0].engine.state == "fenced")
             os.kill(trainer.pid, signal.SIGCONT)
@@ -1057,7 +1057,7 @@ def test_a_block_alone_lets_write(site: _Site) -> None:
             attached.write("w", _tensors(5)["w"])
         attached.close()
         for use in (lambda: attached.read("w"), lambda: attached.write("w", _tensors(5)["w"])):
-            with pytest.raises(InvalidError, match="this was closed; attach again"):
+            with pytest.raises(InvalidError, match="attach again: this attachment was closed"):
                 use()
     assert site.recover() == site.first
 
@@ -1086,7 +1086,7 @@ def test_memory_that_can_always_be_written_is_one_job_s(
     each = iter(jobs)
     monkeypatch.setattr("weightsync_client.attach.trainer_job", lambda: next(each))
     with site.attached():
-        with pytest.raises(ClientError, match="which one job at a time may do") as caught:
+        with pytest.raises(ClientError, match="only one job at a time may") as caught:
             site.attached().__enter__()
         assert caught.value.reason is Reason.ENGINE_REFUSED
     assert site.recover() == site.first
@@ -1110,8 +1110,8 @@ def test_what_was_written_before_the_block_is_no_part_of_it(site: _Site) -> None
     [
         ("view", "SIGSEGV"),
         ("proc mem", "SIGSEGV"),
-        ("own transaction", "which one job at a time may do"),
-        ("other's transaction", "which one job at a time may do"),
+        ("own transaction", "only one job at a time may"),
+        ("other's transaction", "only one job at a time may"),
     ],
 )
 def test_a_second_job_writes_nothing_in_the_block_of_the_first(
@@ -1157,7 +1157,7 @@ def test_a_mapping_that_is_made_in_a_block_is_never_served(site: _Site) -> None:
         message = _refused(
             attached, Reason.ENGINE_FENCED, lambda: copies.append(_mapped_again(view.data_ptr()))
         )
-        assert "a mapping or a descriptor that was made of it in the block" in message
+        assert "a mapping or descriptor that was opened in the block" in message
         assert f"end process {os.getpid()}" in message
         _libc.munmap(copies.pop(), mmap.PAGESIZE)
         assert site.recover() == site.first

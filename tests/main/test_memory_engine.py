@@ -101,7 +101,7 @@ def test_a_part_is_based_on_the_checkpoint_that_is_served(folder: Path) -> None:
     # What goes well gives nobody a reason to look.
     lines = [line.split(" ", 2)[2] for line in log.read_text().splitlines()]
     (warning,) = [line for line in lines if not line.startswith("INFO ")]
-    assert "the engine is one for tests" in warning
+    assert "this is the engine for tests" in warning
     said = [line.partition(": ")[2] for line in lines if "weightsync.audit" not in line]
     assert said[0] == f"weightsync-server {__version__}, model default, store memory://"
     lives = [line.partition(";")[0] for line in said if " is live, " in line]

@@ -56,7 +56,7 @@ def test_a_second_server_on_the_same_state_is_refused(folder: Path) -> None:
     server = WeightSyncServer(folder / "run", folder / "state", store="memory://").start()
     try:
         other = WeightSyncServer(folder / "other", folder / "state", store="memory://")
-        with pytest.raises(RuntimeError, match="another weightsync-server runs on"):
+        with pytest.raises(RuntimeError, match="another weightsync-server uses"):
             other.start()
         with pytest.raises(grpc.RpcError):
             server.stub.GetVersion(pb.GetVersionRequest(model="nobody"), timeout=5)
@@ -90,7 +90,7 @@ def test_what_does_not_stop_is_ended_and_nothing_is_lost(folder: Path) -> None:
             assert mark.left_after(20) == []
             with pytest.raises(grpc.RpcError):
                 hanging.result(20)
-        assert "not stopped 2 s after it was told to" in server.log
+        assert "did not stop within 2 s" in server.log
         assert "PushService.close" in server.log
         plan.write_text("")
         server.start()
@@ -149,6 +149,6 @@ def test_one_that_starts_is_stopped_as_well(folder: Path) -> None:
             with link:
                 assert server.process is not None
                 server.process.send_signal(signal.SIGTERM)
-                with pytest.raises(RuntimeError, match="told to stop before it has started"):
+                with pytest.raises(RuntimeError, match="asked to stop before it had started"):
                     starting.result(20)
     assert server.process.returncode == 0

@@ -220,7 +220,7 @@ def test_a_node_without_a_server_is_named_and_nothing_changes(site: Site) -> Non
     version, weight = site.push()
     site.node.kill()
     # Its call has ended at the head as well.
-    _until(lambda: "node 1 has gone" in site.new_log)
+    _until(lambda: "node 1 has exited" in site.new_log)
     refusal = site.refused(version)
     assert refusal.reason is Reason.SERVER_AWAY
     assert "--node-rank 1" in refusal.message

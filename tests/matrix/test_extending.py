@@ -187,7 +187,7 @@ def test_versions_are_followed_over_a_plain_web_server(
             assert client.verify().content_digest == version.content_digest
             monkeypatch.setattr(_Files, "damages", True)
             bad = trainer.get_version(_push(trainer, tensors, 4))
-            until(lambda: "do not have their checksum" in follower.log, "the damage is found")
+            until(lambda: "do not match their checksum" in follower.log, "the damage is found")
             assert not staged(client, bad)
             monkeypatch.setattr(_Files, "damages", False)
             until(lambda: staged(client, bad), "it is staged once it comes as it is")

@@ -204,7 +204,7 @@ def test_an_address_without_a_scheme_is_refused_at_start(
 ) -> None:
     address = f"127.0.0.1:{bucket.port}"
     said = _refusal(folder, bucket.url, {**bucket.environment(), "AWS_ENDPOINT_URL": address})
-    assert "AWS_ENDPOINT_URL is no address of an object store; write http://" in said
+    assert "AWS_ENDPOINT_URL is not the address of an object store; write http://" in said
 
 
 def _refusal(folder: Path, store: str, environment: Mapping[str, str]) -> str:

@@ -158,9 +158,9 @@ def test_without_engines_pushes_are_taken_and_applies_refused() -> None:
     ("flags", "sentence"),
     [
         (("--engine=unix:/x/a.sock", "--engine=unix:/y/a.sock"), "would be called a; give"),
-        (("--engine=memory", "--engine=unix:/x/a.sock"), "memory goes with no other"),
-        (("--engine=none", "--engine=unix:/x/a.sock"), "none goes with no other"),
-        (("--engine=unix:/x/a.sock", "--engines=/x"), "engines names a folder of engines"),
+        (("--engine=memory", "--engine=unix:/x/a.sock"), "name engine memory alone"),
+        (("--engine=none", "--engine=unix:/x/a.sock"), "name engine none alone"),
+        (("--engine=unix:/x/a.sock", "--engines=/x"), "give engines, a folder of engines"),
         (("--engine=grpc://a",), "engine must be unix:PATH"),
     ],
 )

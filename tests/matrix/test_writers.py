@@ -264,7 +264,7 @@ def test_a_step_that_failed_is_pushed_again_and_only_once(ranks: list[dict[str, 
 
 def test_who_waits_for_one_that_never_comes_is_told(hasty_server: WeightSyncServer) -> None:
     began = time.monotonic()
-    with pytest.raises(AbortedError, match="writer 1 of 2 did not come") as caught:
+    with pytest.raises(AbortedError, match="writer 1 of 2 did not arrive") as caught:
         push(hasty_server, part(3, 0, 2), "c/1", 0, 2)
     assert caught.value.metadata["writer"] == "1"
     assert time.monotonic() - began < TOLD_S
@@ -391,7 +391,7 @@ def test_cancelling_one_tells_the_others(host_server: WeightSyncServer) -> None:
         ({"writers": 1}, "held in part"),
         (
             {"writers": 2, "writer": 0, "idempotency_key": "k", "partial": True, "base": 10**6},
-            "keeps the tensors of version 1000000, which the server has not got",
+            "keeps the tensors of version 1000000, which the server does not have",
         ),
         (
             {"writers": 2, "writer": 0, "idempotency_key": "k", "base": 1},

@@ -202,13 +202,13 @@ def test_one_that_does_not_come_back_ends_it_for_all(folder: Path) -> None:
         server.start()
         for result in [waiting.result(60) for waiting in pushing.waiting[:-1]]:
             assert isinstance(result, AbortedError), result
-            assert "writer 3 of 4 did not come" in str(result)
+            assert "writer 3 of 4 did not arrive" in str(result)
             assert result.metadata["writer"] == "3"
         # It is told as well, and the next push is another one.
         pushing.stop.gone_on.set()
         late = pushing.waiting[-1].result(60)
         assert isinstance(late, ClientError)
-        assert "writer 3 of 4 did not come" in str(late)
+        assert "writer 3 of 4 did not arrive" in str(late)
         with Client(server.address, retry=RETRY) as client:
             assert client.status().models[0].pushes == ()
             client.push(state(2))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_pages_are_current() -> None:
-    written = runpy.run_path(str(ROOT / "scripts" / "reference_pages.py"))["pages"]()
-    assert len(written) == 4
+@pytest.mark.parametrize(("script", "count"), [("reference_pages", 4), ("message_catalogue", 1)])
+def test_pages_are_current(script: str, count: int) -> None:
+    written = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["pages"]()
+    assert len(written) == count
     for page, text in written.items():
         assert page.read_text() == text, f"{page.name}: run `make reference`"

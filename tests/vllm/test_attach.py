@@ -182,7 +182,7 @@ def test_a_model_of_transformers_computes_with_the_engine_s_memory(site: _Site) 
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if site.vllm.tp > 1:
-            with pytest.raises(RefusedError, match="do not lie whole in one place"):
+            with pytest.raises(RefusedError, match="are not contiguous"):
                 attached.load_into(model)
             return
         attached.load_into(model)
@@ -249,7 +249,7 @@ def test_what_is_served_in_another_dtype_is_written_in_that(
         assert client.verify().verified
         client.rollback()
         assert site.vllm.complete(_PROMPT) == after
-        assert "is put back" not in site.server.log
+        assert "is being restored" not in site.server.log
 
 
 @pytest.mark.battery

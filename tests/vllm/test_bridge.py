@@ -105,7 +105,7 @@ def test_unproved_engine_refuses_requests_but_tells_that_it_lives(
     seen = before_adoption
     assert seen["state"].state == pb.BRIDGE_STATE_UNRECONCILED
     assert seen["completion"][0] == 503
-    assert "no weightsync-server has proved" in seen["completion"][1]["error"]["message"]
+    assert "no weightsync-server has verified" in seen["completion"][1]["error"]["message"]
     assert seen["models"][0] == 503
     assert seen["open"] == [200, 200, 200]
     assert seen["resume"] == grpc.StatusCode.FAILED_PRECONDITION
@@ -188,7 +188,7 @@ def test_memory_of_keys_that_is_given_back_is_a_sleep(bench: Bench) -> None:
     if bench.vllm.request("/release_kv_cache_memory", {})[0] == 404:
         pytest.skip("this vLLM gives back all of its memory or none")
     assert bench.client.health().sleeping
-    with pytest.raises(grpc.RpcError, match="wake it up"):
+    with pytest.raises(grpc.RpcError, match="wake the engine up"):
         bench.client.pause()
     assert bench.vllm.request("/wake_up", {})[0] == 200
     assert not bench.client.health().sleeping

@@ -166,7 +166,7 @@ def test_last_a_second_server_is_told_and_tells_whose_the_engine_is(site: _Site)
         until(named, "vLLM names the server that fenced it")
         why = said[-1]
         assert why.startswith("fenced: the segment socket ")
-        assert "share it with vLLM; the engine is that of weightsync-server" in why
+        assert "share the socket with vLLM; the engine is that of weightsync-server" in why
         site.server.start()
         until(lambda: owner in _reason(site.server), "the first one is the newcomer now")
     finally:

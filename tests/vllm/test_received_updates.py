@@ -157,7 +157,7 @@ def _without_trainer(trainer: Any) -> None:
 
 def test_a_trainer_that_never_sends_is_waited_for_no_longer_than_is_set(it: _Site) -> None:
     trainer = it.trainer()
-    assert "nothing came for 6 s" in it.refused(lambda: _without_trainer(trainer))
+    assert "nothing arrived for 6 s" in it.refused(lambda: _without_trainer(trainer))
     said = it.refused(trainer.client.start_weight_update)
     assert "call init_weight_transfer_engine first" in said
     it.trainer().send_weights()
@@ -204,7 +204,7 @@ def _until_another_may_send(it: _Site) -> None:
     for _ in range(100):
         status, answer = it.site.vllm.request("/start_weight_update", {})
         assert status == 400
-        if "under way" not in str(answer):
+        if "is running" not in str(answer):
             return
         time.sleep(0.5)
     pytest.fail(f"the update is not given up: {answer}")
@@ -215,7 +215,7 @@ def test_an_update_that_was_never_finished_gives_way_to_the_next(it: _Site) -> N
     trainer.client.start_weight_update()
     live = it.site.live()
     # It may be another trainer that has begun, and is at it.
-    assert "another update is begun" in it.refused(trainer.client.start_weight_update)
+    assert "another update was begun" in it.refused(trainer.client.start_weight_update)
     time.sleep(_PATIENCE_S + 1)
     trainer.send_weights()
     assert it.site.live() == live + 1
@@ -267,10 +267,10 @@ def test_without_a_server_no_update_is_begun(it: _Site) -> None:
     try:
         for _ in range(100):
             status, answer = it.site.vllm.request("/start_weight_update", {})
-            if status == 400 and "no weightsync-server" in str(answer):
+            if status == 400 and "start weightsync-server with --engine" in str(answer):
                 break
             time.sleep(0.1)
-        assert "no weightsync-server is beside this vLLM" in str(answer)
+        assert "start weightsync-server with --engine for this vLLM" in str(answer)
         assert it.site.answers() == answers
     finally:
         it.site.server.start()
@@ -290,7 +290,7 @@ def test_a_server_that_dies_before_the_outcome_fails_the_update(it: _Site) -> No
         finish()
 
     trainer.client.finish_weight_update = finish_beside_a_death
-    assert "went away before it told the outcome" in refusal(trainer.send_weights)
+    assert "disconnected before it reported the outcome" in refusal(trainer.send_weights)
     it.site.server.stop()
     it.site.server.start()
     it.site.server.wait_serving()

@@ -111,7 +111,9 @@ def check_counts(coding: Coding, width: int, elements: int, counts: Counts) -> N
     if (coding.positions is Positions.NONE) != (coding.values is Values.DENSE):
         raise invalid(f"positions {coding.positions.name} with values {coding.values.name}")
     if coding.values is Values.SM and width != 2:
-        raise invalid(f"SM values of elements of {width} bytes, where only 2 are possible")
+        raise invalid(
+            f"elements of {width} bytes have SM values, which only elements of 2 bytes can have"
+        )
     most_skips = (elements - counts.changed) // SKIP.get(coding.positions, elements + 1)
     good = (
         1 <= counts.changed <= elements
@@ -204,19 +206,19 @@ def unpack(frame: memoryview, size: int) -> NDArray[np.uint8]:
     try:
         header = zstandard.get_frame_parameters(own)
         if header.content_size != size or header.window_size > 1 << _WINDOW_LOG or header.dict_id:
-            raise Broken(f"a frame tells {header.content_size} bytes in place of {size}")
+            raise Broken(f"a frame declares {header.content_size} bytes instead of {size}")
         plane = _contexts.decompressor.decompress(own, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise Broken(f"a plane is no zstd frame: {str(error)!a}") from None
+        raise Broken(f"a plane is not a zstd frame: {str(error)!a}") from None
     if len(plane) != size:
-        raise Broken(f"a frame holds {len(plane)} bytes in place of {size}")
+        raise Broken(f"a frame holds {len(plane)} bytes instead of {size}")
     return np.frombuffer(plane, np.uint8)
 
 
 #: What kernels say is wrong.
 WRONG_BITMAP = "its bitmap does not mark as many elements as declared, or marks one beyond the end"
 WRONG_GAPS = "its gaps do not mark as many elements as declared, or mark one beyond the end"
-WRONG_PLACES = "a position lies outside of the tensor"
+WRONG_PLACES = "a position is outside the tensor"
 WRONG_SM = "its large or wide differences are not as many as declared, or no such"
 
 #: Contiguous bytes.

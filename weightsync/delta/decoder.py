@@ -163,7 +163,7 @@ def patch(target: NDArray[np.uint8], change: ElementUpdate) -> ElementUpdate:
         if len(run) != change.value.nbytes:
             raise DeltaError(
                 Reason.REQUEST_INVALID,
-                f"a patch of {change.value.nbytes} bytes does not fit into {len(target)}",
+                f"the patch has {change.value.nbytes} bytes, which does not fit into {len(target)}",
             )
         undo = ElementUpdate(None, run.copy().view(change.value.dtype), change.start)
         np.copyto(run, change.value.view(np.uint8))

@@ -153,7 +153,7 @@ class _Reader:
                     return value
             elif shift < 63:
                 continue
-            raise invalid("the delta's manifest holds a number that is no shortest varint")
+            raise invalid("the delta's manifest holds a number that is not a shortest varint")
 
     @property
     def left(self) -> int:
@@ -220,7 +220,7 @@ def _read_record(
         raise unfit(f"the delta changes {name[:100]!a}, which the base does not hold")
     if known != (dtype, shape):
         raise unfit(
-            f"the delta tells {dtype} {list(shape)} of {name[:100]!a}, the base "
+            f"the delta declares {dtype} {list(shape)} for {name[:100]!a}, but the base has "
             f"{known[0]} {list(known[1])}"
         )
     digest, coding = bytes(reader.take(DIGEST_BYTES)), _read_coding(reader)
@@ -261,7 +261,7 @@ def read_manifest(
         raise invalid("the shard's manifest does not begin as one of a delta")
     body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
     if xxhash.xxh3_64_digest(body) != check:
-        raise corrupt("the delta's manifest does not have its checksum")
+        raise corrupt("the delta's manifest does not match its checksum")
     _, index, count, base, layout, size = _HEAD.unpack(body[: _HEAD.size])
     if count > len(expect):
         raise unfit(f"the delta changes {count} tensors of a base that has {len(expect)}")

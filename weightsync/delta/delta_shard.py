@@ -126,7 +126,7 @@ def _sections(blob: memoryview) -> tuple[bytes, list[memoryview]]:
     """Return the header and the three data sections, which fill the blob exactly."""
     size = int.from_bytes(blob[:8], "little")
     if len(blob) < 8 or not 2 <= size <= min(_MAX_HEADER, len(blob) - 8):
-        raise invalid(f"{len(blob)} bytes with a header of {size} are no delta shard")
+        raise invalid(f"{len(blob)} bytes with a header of {size} are not a delta shard")
     try:
         entries: tuple[TensorEntry, ...] = check_shard(
             ShardEntry("delta", len(blob), size), parse_header(blob[8 : 8 + size])
@@ -134,7 +134,7 @@ def _sections(blob: memoryview) -> tuple[bytes, list[memoryview]]:
     except WeightSyncError as error:
         raise invalid(error.message) from None
     if len(entries) != 3:
-        raise invalid(f"a shard of {len(entries)} tensors is no delta shard")
+        raise invalid(f"a shard of {len(entries)} tensors is not a delta shard")
     data = blob[8 + size :]
     return bytes(blob[: 8 + size]), [data[entry.begin : entry.end] for entry in entries]
 
@@ -162,12 +162,12 @@ class _Section:
 
     def close(self) -> None:
         if self._at != len(self._data):
-            raise invalid(f"{len(self._data) - self._at} bytes of {self._what} are of no tensor")
+            raise invalid(f"{len(self._data) - self._at} bytes of {self._what} belong to no tensor")
 
 
 def _check_stream(what: str, name: str, stream: memoryview, check: bytes) -> None:
     if xxhash.xxh3_64_digest(stream) != check:
-        raise corrupt(f"the {what} of {name[:100]!a} do not have their checksum")
+        raise corrupt(f"the {what} of {name[:100]!a} do not match their checksum")
 
 
 def _change(record: Record, positions: _Section, values: _Section) -> TensorChange:

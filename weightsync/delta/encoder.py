@@ -90,8 +90,8 @@ class Changes:
         if not good:
             raise DeltaError(
                 Reason.REQUEST_INVALID,
-                f"the changes of {self.name[:100]!a} are no ascending positions within it, each "
-                f"with a value of {width} bytes before and another one after",
+                f"the changes of {self.name[:100]!a} must be ascending positions within it, each "
+                f"with one value of {width} bytes before and one after",
             )
 
 

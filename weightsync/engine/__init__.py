@@ -198,7 +198,7 @@ class SwitchOutcome:
 
     Attributes:
         replies: One per rank, in order.
-        serves: Content digest of what the engine goes on with; "": nobody knows, it is fenced.
+        serves: Content digest of what the engine serves next; "": not known, the engine is fenced.
         label_set: Whether the engine's own label of the version was set.
     """
 
@@ -231,7 +231,7 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class WaitingUpdate:
-    """Weights that have come whole over a transfer of vLLM's own, and are no version yet.
+    """Weights that have arrived whole over a transfer of vLLM's own, and are no version yet.
 
     Attributes:
         update_id: Names it in later calls.
@@ -250,7 +250,7 @@ class UpdateFeed(Protocol):
     """What an engine receives from trainers by itself; methods raise as those of Engine."""
 
     def watch(self) -> AsyncGenerator[WaitingUpdate, None]:
-        """Yield each update that waits; while nobody does this, the engine begins none."""
+        """Yield each update that waits; while no caller does this, the engine begins none."""
 
     async def offer(self, update_id: str, segment_socket: str, offer_id: str) -> list[str]:
         """Send read-only descriptors of an update's files over the segment socket."""
@@ -264,13 +264,13 @@ class Engine(Protocol):
 
     @property
     def updates(self) -> UpdateFeed | None:
-        """What it receives by itself; None: nothing, or it does not tell WEIGHT_UPDATES."""
+        """What it receives by itself; None: nothing, or it does not report WEIGHT_UPDATES."""
 
     async def hello(self) -> EngineInfo:
-        """Compare protocol versions and tell what the engine is."""
+        """Compare protocol versions and say what the engine is."""
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
-        """Return when generation stands still; the pause ends by itself after `lease_s`.
+        """Return when generation is paused; the pause ends by itself after `lease_s`.
 
         Then, with RESUME, the engine resumes if every rank holds one verified version and is fenced
         otherwise. With FENCE it generates nothing until a later `resume`, refuses requests, and
@@ -308,7 +308,7 @@ class Engine(Protocol):
         it before this is called again. Only with the capability LIMITS_SERVING; others ignore it.
 
         Args:
-            seconds: From now; 0 or less: it is over. None: for as long as nobody says otherwise.
+            seconds: From now; 0 or less: it is over. None: until another call says otherwise.
         """
 
     async def close(self) -> None:

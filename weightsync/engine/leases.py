@@ -54,7 +54,7 @@ class PauseLease:
         if not self.id or lease_id != self.id or clock.boottime() >= self._until:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                f"lease {lease_id or '(none)'} is not the present one; pause the engine again",
+                f"lease {lease_id or '(none)'} is not the current lease; pause the engine again",
             )
 
     def renew(self, lease_id: str, seconds: float) -> None:
@@ -83,8 +83,8 @@ class PauseLease:
         apply = self.open_apply
         what = f"apply {apply.apply_id} ({apply.base_version} to {apply.version})" if apply else ""
         return (
-            f"the pause of {what or 'an apply'} ran out before it was decided; it serves again "
-            "when its weightsync-server is back and says which version is live"
+            f"the pause of {what or 'an apply'} timed out before it was decided; the engine "
+            "serves again when its weightsync-server is back and confirms the live version"
         )
 
     def _run(self, seconds: float) -> None:
@@ -128,9 +128,9 @@ class ServeLimit:
     """
 
     reason = (
-        "its weightsync-server has not said in time that this engine may serve on: it is dead, "
-        "stands still, or cannot read its fleet's register for max_age_s; start it again, and see "
-        "`weightsync fleet status`"
+        "start its weightsync-server again, and see `weightsync fleet status`: the server did "
+        "not renew this engine's permission to serve in time, because it is dead, suspended, or "
+        "could not read its fleet's register for max_age_s"
     )
 
     def __init__(self, on_end: Callable[[], None]) -> None:
@@ -189,6 +189,6 @@ def server_of(owner: pb.Owner) -> str:
 def owned_by(owner: pb.Owner) -> str:
     """Return why another server than the owner is refused, and what to do."""
     return (
-        f"stop the other {server_of(owner)}, or name another engine here: this one is that "
-        "server's for as long as it lives"
+        f"stop the other {server_of(owner)}, or name another engine here: that server owns this "
+        "one while it runs"
     )

@@ -207,7 +207,7 @@ def _device(uuid: bytes) -> Device:
     for ordinal in range(count.value):
         if _uuid(ordinal) == uuid:
             return Device(ordinal)
-    raise DeviceError(f"it is none of the {count.value} devices that this process sees")
+    raise DeviceError(f"it is not one of the {count.value} devices that this process sees")
 
 
 class Device:

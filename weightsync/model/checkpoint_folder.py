@@ -211,7 +211,7 @@ def read_index(folder: int, name: str = INDEX, *, links: bool = True) -> Mapping
         if not _is_file_name(file):
             where = shown(file) if isinstance(file, str) else "something else than a file"
             raise _no_index(
-                name, f"it names {where} for {shown(tensor)}, which is no file of its folder"
+                name, f"it names {where} for {shown(tensor)}, which is not a file in its folder"
             )
     return found
 
@@ -227,8 +227,8 @@ def read_file(name: str, fd: int, at: int = 0, size: int | None = None) -> Check
     if size < whole:
         raise WeightSyncError(
             Reason.SHARD_INVALID,
-            f"{shown(name)} has {size} bytes, its header tells of {whole}: the file was cut; "
-            "copy it again",
+            f"{shown(name)} has {size} bytes, its header declares {whole}: the file was cut "
+            "short; copy it again",
         )
     return CheckpointFile(name, size, fd, entry, check_shard(entry, declared), stamp)
 
@@ -242,8 +242,8 @@ def read_header(name: str, fd: int, size: int) -> bytes:
             return header
     raise WeightSyncError(
         Reason.SHARD_INVALID,
-        f"{shown(name)} is no safetensors file, or was cut: {size} bytes cannot hold a header of "
-        f"{length}; copy it again",
+        f"{shown(name)} is not a safetensors file, or was cut short: {size} bytes cannot hold a "
+        f"header of {length}; copy it again",
     )
 
 
@@ -285,7 +285,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _TwiceError(f"it tells {shown(key)} twice")
+            raise _TwiceError(f"it lists {shown(key)} twice")
         found[key] = value
     return found
 
@@ -325,16 +325,19 @@ def _not_opened(name: str, index: Mapping[str, str], error: OSError) -> Never:
 
 def _no_file(name: str, *, links: bool) -> WeightSyncError:
     if links:
-        return invalid_request(f"{shown(name)} is no regular file; {_WHOLE}")
-    return invalid_request(f"{shown(name)} is a link or no regular file; no link is followed")
+        return invalid_request(f"{shown(name)} is not a regular file; {_WHOLE}")
+    return invalid_request(
+        f"{shown(name)} is a link or not a regular file; give a regular file: links are not "
+        "followed"
+    )
 
 
 def _all_files(folder: int) -> list[str]:
     found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not found:
         raise invalid_request(
-            "there is no .safetensors file in the folder; give the folder that holds them, when "
-            "they are written"
+            "give the folder that holds the .safetensors files, once they are written: there is "
+            "none in this one"
         )
     return found
 
@@ -345,7 +348,7 @@ def _is_file_name(name: object) -> bool:
 
 def _no_index(name: str, why: str) -> WeightSyncError:
     return invalid_request(
-        f"{name} is no index of safetensors files: {why}; write it anew or remove it"
+        f"{name} is not an index of safetensors files: {why}; write it again or remove it"
     )
 
 

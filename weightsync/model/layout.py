@@ -96,7 +96,7 @@ def check_shard(shard: ShardEntry, tensors: Iterable[TensorEntry]) -> tuple[Tens
         _check_tensor(tensor)
         if tensor.begin != position:
             what = (
-                "overlaps the one before" if tensor.begin < position else "leaves a hole before it"
+                "overlaps the one before" if tensor.begin < position else "leaves a gap before it"
             )
             raise _bad_layout(
                 f"tensor {_shown(tensor.name)} begins at byte {tensor.begin} and {what}, "
@@ -174,8 +174,7 @@ def _header_tensor(name: str, value: object, shard: int) -> TensorEntry:
     )
     if not good:
         raise _bad_header(
-            f"tensor {_shown(name)} in the shard header has a dtype, shape or data_offsets "
-            "that is no such thing"
+            f"tensor {_shown(name)} in the shard header has an invalid dtype, shape or data_offsets"
         )
     return TensorEntry(name, dtype, tuple(shape), shard, offsets[0], offsets[1])
 
@@ -215,11 +214,11 @@ def check_header(header: bytes | memoryview, expected: Sequence[TensorEntry]) ->
     for theirs, ours in zip(found, expected, strict=False):
         if theirs != ours:
             raise _bad_header(
-                f"the shard header tells {_described(theirs)}, the layout {_described(ours)}"
+                f"the shard header declares {_described(theirs)}, the layout {_described(ours)}"
             )
     if len(found) != len(expected):
         raise _bad_header(
-            f"the shard header tells {len(found)} tensors, the layout {len(expected)}"
+            f"the shard header declares {len(found)} tensors, the layout {len(expected)}"
         )
 
 

@@ -63,7 +63,7 @@ def problem_of(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     try:
         twice = _overlap(boxes)
     except _TooManyError:
-        return f"{len(boxes)} boxes lie across each other, too many to compare; join some"
+        return f"{len(boxes)} boxes overlap in one dimension, too many to compare; join some"
     if twice is not None:
         return f"{twice[0]} and {twice[1]} overlap"
     missing = math.prod(shape) - sum(box.elements for box in boxes)

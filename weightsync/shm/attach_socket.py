@@ -248,7 +248,10 @@ def _tell(peer: socket.socket, error: WeightSyncError) -> None:
     try:
         send(peer, _error(error))
     except OSError:
-        logger.info("attach socket: a trainer left before it was told why: %s", error.message)
+        logger.info(
+            "attach socket: a trainer disconnected before it received the refusal: %s",
+            error.message,
+        )
 
 
 def _error(error: WeightSyncError) -> dict[str, Any]:
@@ -382,7 +385,7 @@ class AttachClient(SocketClient):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise invalid_request("this was closed; attach again")
+            raise invalid_request("attach again: this attachment was closed")
 
     def _opened(self, files: Sequence[Sequence[_File]]) -> tuple[RankMemory, ...]:
         kept: set[int] = set()

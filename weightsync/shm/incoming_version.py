@@ -106,7 +106,7 @@ class ArrivalReader:
         table = _table(count, tensors)
         end = table.ids + ids_size
         if magic != _MAGIC or end + body_size > len(view):
-            raise ValueError("not a version that comes in")
+            raise ValueError("not an arriving version")
         self.layout = Manifest.from_json(bytes(view[end : end + body_size])).layout
         self.segments = tuple(bytes(view[table.ids : end]).decode().split(","))
         if not len(self.segments) == len(self.layout.shards) == count:

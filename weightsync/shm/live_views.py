@@ -81,7 +81,7 @@ class LiveViews:
                 tuple(map(_box, found["boxes"])),
             )
         except (KeyError, TypeError) as error:
-            msg = f"a rank describes its memory in a way that is not known here ({error!r})"
+            msg = f"a rank describes its memory in an unknown format ({error!r})"
             raise ValueError(msg) from error
 
 

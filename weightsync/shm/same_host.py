@@ -198,7 +198,7 @@ def _by_index(shards: object) -> dict[int, dict[str, Any]]:
             told = {int(index): where for index, where in shards.items()}
             if all(isinstance(where, dict) for where in told.values()):
                 return told
-    raise invalid_request("shards that lie on a GPU are told by their indices")
+    raise invalid_request("name shards on a GPU by their indices")
 
 
 def _digests(request: dict[str, Any]) -> bytes:

@@ -48,10 +48,10 @@ class MemoryEngine(MemoryRank):
         tensors: The checkpoint: name to (safetensors dtype, shape in elements, bytes).
         segment_socket: The server's segment socket.
         ranks: How many ranks; each holds the whole model.
-        checks_layouts: Whether a push of other tensors is refused when its layout comes, as with
+        checks_layouts: Whether a push of other tensors is refused when its layout arrives, as with
             vLLM, and not only when it is applied.
         attachable: Whether trainers on this host may attach to the parameters.
-        checkpoint: What they are told that it has loaded: a name or a path.
+        checkpoint: What they are to report as loaded: a name or a path.
 
     Attributes:
         ranks: All of them, in order. Tests damage one, or override its `write`.
@@ -166,7 +166,7 @@ class MemoryEngine(MemoryRank):
         if served == order.content_digest:
             self.version = order.version
         if not served:
-            await self.fence("nobody knows what the parameters hold after a switch")
+            await self.fence("the content of the parameters after a switch is not known")
         return SwitchOutcome(replies, served, label_set=True)
 
     async def fence(self, reason: str) -> None:

@@ -147,8 +147,8 @@ class MemoryRank:
         tensors: The checkpoint: name to (safetensors dtype, shape in elements, bytes).
         segment_socket: The server's segment socket.
         generates: Tells whether the engine generates, so that nothing may be written.
-        attachable: Whether they lie in shared memory, for trainers that attach.
-        checkpoint: What these are told that it has loaded.
+        attachable: Whether they are in shared memory, for trainers that attach.
+        checkpoint: What these are to report as loaded.
 
     Attributes:
         live: The live parameters: name to bytes. Tests read them, and damage them.
@@ -182,7 +182,7 @@ class MemoryRank:
 
     @property
     def touched(self) -> bool:
-        """Whether anybody has written since it began."""
+        """Whether any process has written since it began."""
         return self._touched or self._dirty
 
     @property

@@ -359,7 +359,7 @@ class InPlaceLive(_message.Message):
     version: _builtins.int
     """The version; until it is pushed, only the engine's memory holds it."""
     push_key: _builtins.str
-    """The idempotency key of its push; whoever knows it may push that. Empty of an older release,
+    """The idempotency key of its push; a caller who knows it may push that. Empty of an older release,
     which takes the transaction's id.
     """
     @_builtins.property

@@ -70,14 +70,13 @@ def draft_refusals(config: Any) -> Iterator[str]:
     own = getattr(spec.draft_parallel_config, "tensor_parallel_size", ranks)
     if spec.method not in _WITH_MODEL:
         yield (
-            f"speculation by {spec.method} is not supported, because an update would leave "
-            "what it has made of its weights; use eagle, eagle3, mtp, draft_model or ngram"
+            f"speculation by {spec.method} is not supported, because an update would not update "
+            "what it computed from its weights; use eagle, eagle3, mtp, draft_model or ngram"
         )
     if _model_type(spec) in _HIDDEN:
         yield (
-            f"{_model_type(spec)} is not supported, because vLLM keeps what it makes of the "
-            "draft's weights where no update reaches it; start vLLM without "
-            "--speculative-config"
+            f"{_model_type(spec)} is not supported, because vLLM keeps what it computes from the "
+            "draft's weights where no update reaches it; start vLLM without --speculative-config"
         )
     if getattr(spec, "parallel_drafting", False):
         yield (

@@ -36,7 +36,9 @@ class Amount:
         """Read `16GiB`, `16GB`, `1000` or `12.5%`; anything else is a ValueError."""
         match = _AMOUNT.fullmatch(text.strip())
         if match is None or (match[2] == "%" and float(match[1]) > 100):
-            msg = f"{text!r} is no amount of memory; write bytes such as 16GiB, or a share as 10%"
+            msg = (
+                f"{text!r} is not an amount of memory; write bytes such as 16GiB, or a share as 10%"
+            )
             raise ValueError(msg)
         number, unit = float(match[1]), match[2]
         if unit == "%":
@@ -70,7 +72,7 @@ class EngineSettings:
             leaves, less a reserve.
         update_timeout_s: How long a rank waits for a silent trainer in a transfer of vLLM's own.
         answer_versions: Whether answers of vLLM's HTTP API name the versions that made them.
-        attachable: Whether parameters on a CPU lie in shared memory, for trainers that attach.
+        attachable: Whether parameters on a CPU are in shared memory, for trainers that attach.
         update_partial: Whether tensors that such a transfer leaves out stay as they are.
         server_url: weightsync-server's HTTP API; empty: not known.
         server_ca: PEM file of its certificate's authorities; empty: those of this host.

@@ -49,7 +49,7 @@ def _sizes(head: bytes) -> tuple[int, int]:
 def _document(body: bytes) -> dict[str, Any]:
     document = json.loads(body)
     if not isinstance(document, dict):
-        raise ValueError("a message that is no JSON object")  # noqa: TRY004 - a malformed message, not a wrong argument
+        raise ValueError("a message that is not a JSON object")  # noqa: TRY004 - a malformed message, not a wrong argument
     return document
 
 

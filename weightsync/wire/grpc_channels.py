@@ -90,8 +90,8 @@ def proxy_hint(address: str, environment: Mapping[str, str] | None = None) -> st
     if not variable or _excepted(host, env):
         return ""
     return (
-        f"the way there leads through the proxy {_shown(env[variable])} ({variable}); add {host} "
-        "to no_proxy to go without it"
+        f"add {host} to no_proxy to connect without the proxy: the connection goes through "
+        f"{_shown(env[variable])} ({variable})"
     )
 
 

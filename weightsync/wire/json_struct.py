@@ -27,7 +27,7 @@ def to_struct(what: str, value: Mapping[str, Any]) -> Struct:
         same = MessageToDict(Value.FromString(carried).struct_value) == plain
     except (TypeError, ValueError, OverflowError, RecursionError, DecodeError) as error:
         raise invalid_request(
-            f"{what} is no JSON object that can be sent ({error}); give text, finite numbers, "
+            f"{what} is not a JSON object that can be sent ({error}); give text, finite numbers, "
             "lists and objects, nested at most 30 deep"
         ) from None
     if not same:

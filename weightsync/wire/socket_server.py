@@ -70,7 +70,7 @@ def _free(path: Path, remedy: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise _refused(f"{path} is no socket; remove it", remedy)
+        raise _refused(f"remove {path}: it is not a socket", remedy)
     if _is_live(path):
         raise _refused(f"another process listens on {path}; stop it", remedy)
     path.unlink(missing_ok=True)
@@ -226,9 +226,9 @@ def peer_process(peer: socket.socket, who: PeerCredentials) -> int:
         if not who.pid:
             raise WeightSyncError(
                 Reason.NOT_SUPPORTED,
-                "run the process that connects in the PID namespace of weightsync-server, or both "
-                "on Linux 6.5 or newer: it is in another one, where this kernel does not tell "
-                "which it is",
+                "run the process that connects in the PID namespace of weightsync-server, or "
+                "both on Linux 6.5 or newer: it is in another one, and this kernel does not "
+                "reveal its id there",
             ) from error
         return os.pidfd_open(who.pid)
     os.set_inheritable(found, False)

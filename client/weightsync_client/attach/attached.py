@@ -60,9 +60,9 @@ class Attached(Mapping[str, torch.Tensor]):
     are in parts, and some are in several places: `boxes` has all of them, and `read` and `write`
     see to it.
 
-    On a CPU the views can be written in a block alone: whoever writes them at another time is ended
-    by SIGSEGV, as is whoever reads or writes them after `close`. On a GPU nothing keeps a kernel
-    from writing; the server finds it, places the version again, and `check` says so.
+    On a CPU the views can be written in a block alone: a process that writes them at another time
+    is ended by SIGSEGV, as is one that reads or writes them after `close`. On a GPU nothing keeps a
+    kernel from writing; the server finds it, restores the version, and `check` says so.
 
     Attributes:
         checkpoint: Name or path of what vLLM has loaded.
@@ -109,7 +109,7 @@ class Attached(Mapping[str, torch.Tensor]):
         self.check_open()
         parts = self.boxes[name]
         if len(parts) != 1 or tuple(parts[0].view.shape) != self._shapes[name]:
-            msg = f"{name} lies in {len(parts)} places; see boxes, read and write"
+            msg = f"{name} is in {len(parts)} places; use boxes, read and write"
             raise KeyError(msg)
         return parts[0].view
 
@@ -180,8 +180,8 @@ class Attached(Mapping[str, torch.Tensor]):
             raise refuse(
                 Reason.DIGEST_MISMATCH,
                 f"{', '.join(wrong[:10])} (of {len(wrong)}) changed while they were copied into "
-                "the engine, or arrived damaged, and nothing of that is served; leave tensors as "
-                "they are until the update returns, or push them and apply that",
+                "the engine, or arrived damaged, and none of it is served; leave tensors "
+                "unchanged until the update returns, or push them and apply the version",
             )
 
     def _places(
@@ -196,16 +196,16 @@ class Attached(Mapping[str, torch.Tensor]):
     def transaction(
         self, *, lease_s: float = 60.0, background: bool = False, **pause: Unpack[PauseChoices]
     ) -> InPlaceTransaction:
-        """Have the engine stand still while this is written; see `InPlaceTransaction`.
+        """Pause the engine while this is written; see `InPlaceTransaction`.
 
-        `version` and `content_digest` follow what comes of it.
+        `version` and `content_digest` follow its result.
 
         Args:
             lease_s: How long this process may be silent while it writes, seconds; then the version
-                before is put back. `renew` gives all of it again.
+                before is restored. `renew` gives all of it again.
             background: Whether the block ends once the engine generates again, and what is live is
                 pushed meanwhile by another thread, which reads these tensors. `result` waits for
-                that, as the next transaction and `close` do, and tells what has become of it.
+                that, as the next transaction and `close` do, and reports its outcome.
             **pause: See `PauseChoices`; not "between_steps".
 
         Raises:
@@ -298,8 +298,8 @@ class Attached(Mapping[str, torch.Tensor]):
         wrong = sorted(name for name in here.keys() | kinds if here.get(name) != kinds.get(name))
         if wrong:
             raise invalid(
-                "tensors are missing, unknown to the engine, or of another dtype or shape than in "
-                f"its checkpoint: {', '.join(wrong[:10])} (of {wrong[0]} it has "
+                "tensors are missing, unknown to the engine, or of a different dtype or shape "
+                f"than in its checkpoint: {', '.join(wrong[:10])} (of {wrong[0]} it has "
                 f"{here.get(wrong[0], 'none')}); give exactly those of `boxes`, converted",
             )
 
@@ -320,7 +320,7 @@ class Attached(Mapping[str, torch.Tensor]):
 
         Raises:
             ClientError: RefusedError: something was written outside a transaction, and the version
-                was placed again. UnavailableError: engine or server were started anew.
+                was restored. UnavailableError: engine or server were restarted.
         """
         self.check_open()
         try:
@@ -332,7 +332,7 @@ class Attached(Mapping[str, torch.Tensor]):
     def check_open(self) -> None:
         """Raise a ClientError (REQUEST_INVALID) if this was closed."""
         if self._closed:
-            raise invalid("this was closed; attach again")
+            raise invalid("attach again: this attachment was closed")
 
     def open_block(self, transaction: str) -> None:
         """Have the parameters writable, in the block of a transaction.
@@ -374,7 +374,7 @@ class Attached(Mapping[str, torch.Tensor]):
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """Detach; whoever uses a view that it has still is ended by SIGSEGV, or a fault of CUDA.
+        """Detach; a process that still uses a view is ended by SIGSEGV, or a fault of CUDA.
 
         Raises:
             ClientError: What a transaction has left to the background did not count.
@@ -432,8 +432,8 @@ def _part(whole: torch.Tensor, part: AttachedBox) -> torch.Tensor:
 def _gone(error: OSError) -> UnavailableError:
     return UnavailableError(
         Reason.SERVER_AWAY,
-        f"the server hands over no memory ({error}); check that it runs on this host and that its "
-        "folder is shared, then attach again",
+        "check that the server runs on this host and that its folder is shared, then attach "
+        f"again: it shares no memory ({error})",
     )
 
 

@@ -227,7 +227,7 @@ def _explain_gone_rank() -> Iterator[None]:
     except RankGoneError as error:
         raise refuse(
             Reason.PUSH_ABORTED,
-            f"{error}, and the version before is served; start the processes anew and attach again",
+            f"{error}, and the previous version is served; restart the processes and attach again",
         ) from error
 
 

@@ -70,8 +70,8 @@ def view_of_box(box: LiveBox, memory: Sequence[torch.Tensor]) -> torch.Tensor:
     if box.memory >= len(memory) or end > memory[box.memory].numel():
         raise refuse(
             Reason.FAULT,
-            f"{box.tensor} is said to lie outside of what was handed out; install the same "
-            "weightsync release on both sides",
+            f"{box.tensor} is outside the memory that was shared; install the same weightsync "
+            "release on both sides",
         )
     whole = memory[box.memory][box.begin : end].view(dtype)
     return whole.as_strided(box.lengths, box.stride)
@@ -100,7 +100,7 @@ def without_ties(tensors: Mapping[str, Any], known: Container[str]) -> dict[str,
     for name, value in tensors.items():
         if not (is_sharded(value) or _is_dense(value)):
             raise invalid(
-                f"{name} is no dense tensor of PyTorch that has memory; give it as one",
+                f"{name} is not a dense PyTorch tensor with memory; give it as one",
             )
     places = {_place(tensor) for name, tensor in tensors.items() if name in known}
     return {
@@ -191,7 +191,7 @@ def put_into(model: torch.nn.Module, live: Mapping[str, torch.Tensor]) -> None:
 
     The model's names are those of the checkpoint. Buffers that no checkpoint has, such as those of
     rotary embeddings, are computed by the model's own code if it is one of transformers. Tied
-    tensors stay tied. A ClientError names what is not there; the model is as it was.
+    tensors stay tied. A ClientError names what is not there; the model is unchanged.
     """
     places = list(_on_meta(model))
     if not places:
@@ -238,7 +238,7 @@ def _matched(
     lacking = [p.name for p in places if id(p.tensor) not in found and p.name in stored]
     if lacking:
         raise _refused(
-            "the model has tensors that do not lie whole in one place of the engine's memory",
+            "the model has tensors that are not contiguous in the engine's memory",
             lacking,
             "build it with the names of the engine's checkpoint, and with tensor parallelism use "
             "boxes",
@@ -247,7 +247,7 @@ def _matched(
     other = [p.name for p in known if found[id(p.tensor)].shape != p.tensor.shape]
     if other:
         raise _refused(
-            "the model has tensors of another shape than the engine's",
+            "the model has tensors whose shape differs from the engine's",
             other,
             "build it from the configuration that Attached.config has",
         )
@@ -278,7 +278,7 @@ def _computed(
     left = [name for name, tensor in made.items() if not _filled(tensor)]
     if left:
         raise _refused(
-            "nothing tells what these buffers hold, which no checkpoint has",
+            "these buffers are in no checkpoint, so their values are not known",
             left,
             "make them outside of the meta device",
         )

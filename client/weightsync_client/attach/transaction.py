@@ -69,7 +69,7 @@ class TransactionCall:
         self.paused_s = 0.0
 
     def begin(self, base_version: int) -> str:
-        """Have the engine stand still; return the id. After a ClientError nothing was paused."""
+        """Pause the engine; return the id. After a ClientError nothing was paused."""
         if self._pid:
             raise invalid("this transaction was used; make a new one")
         self._pid = os.getpid()
@@ -105,7 +105,7 @@ class TransactionCall:
         """Return if the server has not ended the block, else raise a ClientError with its reason.
 
         `let_go` releases what is written. It is called before the reason is waited for, because the
-        server says nothing more as long as somebody can write.
+        server says nothing more as long as any process can write.
         """
         if self._lost and not self._live:
             let_go()
@@ -231,7 +231,8 @@ class TransactionCall:
             self._end()
             raise refuse(
                 Reason.FAULT,
-                "attach again and see the server's log: it ended the transaction without a reason",
+                "attach again, and check the server's log: it ended the transaction without "
+                "a reason",
             ) from None
         except BaseException:
             self._end()
@@ -280,11 +281,11 @@ class Writable(Protocol):
 
 
 class InPlaceTransaction:
-    """Between `with` and its end the engine stands still, and what is live may be written.
+    """Between `with` and its end the engine is paused, and the live weights may be written.
 
     At the end every rank digests what it holds, and the engine generates on it. Then what was
     written is pushed, as a version like any other, and every rank is proved to hold that. Where the
-    block raises, or anything else goes wrong, the version before is put back, proved and served; so
+    block raises, or anything else goes wrong, the version before is restored, proved and served; so
     it is when this process dies.
 
     After `lease_s` without a sign of this process, the same happens. With `background`, another
@@ -333,7 +334,7 @@ class InPlaceTransaction:
         return self
 
     def begin(self) -> str:
-        """Have the engine stand still; return the id."""
+        """Pause the engine; return the id."""
         self.wait_for_before()
         self._attached.check_open()
         name = self.call.begin(self._attached.version)

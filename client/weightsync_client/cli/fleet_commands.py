@@ -44,7 +44,7 @@ def describe(report: FleetReport) -> str:
     members, barrier = report.members, report.order is FleetOrder.BARRIER
     counts = [f"{sum(one.prepared for one in members)} of {len(members)} prepared"]
     if barrier:
-        counts.append(f"{sum(one.ready for one in members)} stand still")
+        counts.append(f"{sum(one.ready for one in members)} paused")
     counts.append(f"{report.decisions} of {report.decisions_needed} decisions")
     counts.append(f"{sum(one.done for one in members)} live")
     refusals = [f"{one.name}: {one.reason}" for one in members if one.reason]
@@ -73,7 +73,7 @@ def fleet_progress(client: Client) -> Iterator[None]:
     # What members say is text, and no markup.
     columns = TextColumn("{task.description}", markup=False), BarColumn()
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("the fleet is asked", total=None)
+        task = bar.add_task("asking the fleet", total=None)
 
         def update(report: FleetReport) -> None:
             done, total = _steps(report)
@@ -225,7 +225,7 @@ def abort(
     if json:
         render.show_json(report)
     elif report is None:
-        echo("no apply of the fleet runs, so that none was ended; see `fleet status`")
+        echo("no apply of the fleet is running, so none was aborted; see `fleet status`")
     else:
         _show_report(report)
 

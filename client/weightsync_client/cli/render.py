@@ -52,7 +52,7 @@ def show_push(result: types.PushResult) -> None:
     if result.kind is types.PushKind.DELTA:
         echo(
             f"delta of version {result.base_version}: {result.changed_fraction or 0:.2%} changed, "
-            f"{size(result.sent_bytes)} sent in place of {size(result.dense_bytes)}"
+            f"{size(result.sent_bytes)} sent instead of {size(result.dense_bytes)}"
         )
     elif result.fallback_reason:
         echo(f"sent in full: {result.fallback_reason}")

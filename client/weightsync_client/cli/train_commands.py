@@ -16,7 +16,7 @@ from weightsync_client.cli.cli_options import Address, Json, Model, connect, ech
 from weightsync_client.errors import ClientError, invalid
 from weightsync_client.options import DEFAULT_ADDRESS
 
-_CANCELLED = "the job is cancelled: what it had committed stays, what it had not is taken back"
+_CANCELLED = "the job is cancelled: what it committed stays, and what it did not commit is undone"
 
 train = typer.Typer(
     name="train",
@@ -101,7 +101,7 @@ def checkpoint(
     if json:
         render.show_json(result)
         return
-    where = f"; on the server's host it lies in {result.path}" if result.path else ""
+    where = f"; on the server's host it is in {result.path}" if result.path else ""
     echo(f"version {result.version} is durable{where}")
     if result.missing:
         echo(result.missing, err=True)
@@ -131,7 +131,7 @@ def _request(text: str | None) -> dict[str, Any]:
     try:
         found = json_text.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"--request is no JSON ({error})") from None
+        raise invalid(f"--request is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise invalid("--request must be a JSON object, such as {}")
     return found
@@ -183,4 +183,4 @@ def _show_status(found: train_calls.TrainStatus) -> None:
 
 
 def _state(version: int) -> str:
-    return f"as of version {version}" if version else "begun anew"
+    return f"as of version {version}" if version else "started over"

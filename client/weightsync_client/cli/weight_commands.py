@@ -36,7 +36,7 @@ from weightsync_client.options import (
 )
 from weightsync_client.push.session import NOTHING_SENT
 
-_GOES_ON = "the server goes on with what it has begun: `weightsync status` tells what is live"
+_GOES_ON = "the server continues: `weightsync status` shows what is live"
 
 
 def _metadata(pairs: list[str]) -> dict[str, str]:
@@ -222,7 +222,7 @@ def rollback(
     if result.rejected_version:
         echo(f"version {result.rejected_version} is now rejected")
     else:
-        echo("the version that was left could not be marked rejected", err=True)
+        echo("the version rolled back from could not be marked rejected", err=True)
 
 
 def epoch(

@@ -24,7 +24,7 @@ Pair = tuple[str, torch.Tensor]
 
 
 class ActorPush:
-    """Pushes weights that come one after the other, and has the engine serve them.
+    """Pushes weights that arrive one after the other, and has the engine serve them.
 
     The client is opened in the process that uses it, and stays, with its copy for the next delta.
 
@@ -141,7 +141,7 @@ def check_ranks(engine: int, rollout: int) -> None:
     if engine != rollout:
         raise invalid(
             f"the rollout has {rollout} ranks, but the engine of the server has {engine}, and the "
-            "others would go on with old weights; let one replica have all ranks of the rollout",
+            "others would keep old weights; give all ranks of the rollout to one replica",
         )
 
 

@@ -37,7 +37,7 @@ class WeightSyncRefitEngine:
     """Brings the policy's weights into the rollout's vLLM by way of a weightsync-server.
 
     Rank 0 of the policy pushes; all its ranks take part to the end, whatever fails. Each sync is a
-    new version; NeMo-RL tells no step. Its metadata is `run_id` and `sync`, which counts from 1.
+    new version; NeMo-RL gives no step. Its metadata is `run_id` and `sync`, which counts from 1.
 
     Without `apply` every rank of the rollout pulls that version when it is committed, each tensor
     proved by its digest, and NeMo-RL's own loader takes it, as of any transport of NeMo-RL. The
@@ -168,7 +168,7 @@ class WeightSyncRefitEngine:
         A worker of vLLM waits for this, and its engine answers no apply before that has returned.
 
         Raises:
-            ClientError: The version has not come within `timeout_s`, or cannot be pulled.
+            ClientError: The version has not arrived within `timeout_s`, or cannot be pulled.
         """
         if self._applies:
             return
@@ -176,8 +176,8 @@ class WeightSyncRefitEngine:
         version = await wait_for(
             functools.partial(self._pushed, labels),
             self._timeout_s,
-            f"the version of sync {self._sync} was not there within {self._timeout_s:g} s; "
-            "see the error of the policy, or raise timeout_s",
+            f"the version of sync {self._sync} did not arrive within {self._timeout_s:g} s; see "
+            "the error of the policy, or raise timeout_s",
         )
         with contextlib.closing(self._actor.client().tensors(version)) as tensors:
             while batch := await asyncio.to_thread(_batch, tensors, self._batch_bytes):

@@ -62,7 +62,7 @@ class PushedStep:
     Attributes:
         push: The version that it is.
         apply: None: it was not to be applied, or another rank did it.
-        push_s: Seconds that the training stood still for the push.
+        push_s: Seconds that the training was paused for the push.
         apply_s: The same for the apply.
     """
 
@@ -283,7 +283,7 @@ class AdapterClient:
             raise error
         notes = getattr(error, "__notes__", ())
         sentence = "; ".join([error.message, *notes])
-        self._logger.warning("training goes on after an error %s: %s", when, sentence)
+        self._logger.warning("training continues after an error %s: %s", when, sentence)
 
 
 class SyncPush:

@@ -140,13 +140,13 @@ class WeightSyncStore:
                 f"{_names(unknown)}; build both models alike, or give strict=False",
             )
         if left:
-            logger.warning("version %s lacks %s, which stay as they are", version, _names(left))
+            logger.warning("version %s lacks %s, which keep their values", version, _names(left))
 
 
 def _check_staged(direct_rdma: bool) -> None:  # noqa: FBT001 - as the methods have it
     if direct_rdma:
         raise invalid(
-            "direct_rdma=True would have generators read the trainer's memory; leave it out",
+            "leave direct_rdma out: it has generators read the trainer's memory directly",
         )
 
 
@@ -157,7 +157,7 @@ def _newest(client: Client, key: str) -> int:
             return version.version
     raise refuse(
         Reason.VERSION_UNKNOWN,
-        f"the server has no version of the state dict {key!r}; have the trainer put it first",
+        f"put the state dict {key!r} from the trainer first: the server has no version of it",
     )
 
 

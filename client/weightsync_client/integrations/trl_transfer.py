@@ -36,13 +36,13 @@ class WeightSyncTransfer:
     text part, and a head that is tied to the embeddings. Then `push={"partial": True}` is needed:
     what is absent stays what it is in the version before, at first the live one. Where that is not
     what training began with, as after another run, `"base"` has to name a version that is. A PEFT
-    model comes in full, with its adapters merged.
+    model is sent in full, with its adapters merged.
 
     TRL trains in float32 by default. Each tensor is cast to the dtype of the server's engine, once
     that is proved. To a server without one (`--engine none`) it is sent as it is: train in the
     checkpoint's dtype for that, `AsyncGRPOConfig(dtype="bfloat16")`.
 
-    TRL tells neither the step nor what is sent again, so each transfer is a new version. Its
+    TRL gives neither the step nor what is sent again, so each transfer is a new version. Its
     metadata is `run_id` and `sync`, the number of the transfer: 1 is the one as training begins;
     with `weight_sync_steps=n`, sync k comes after (k - 1) * n steps of a run that was not resumed.
 

@@ -162,7 +162,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
             global_steps: Of the trainer, for the error.
 
         Raises:
-            ClientError: It is not live within `timeout_s`, or the server refuses to tell.
+            ClientError: It is not live within `timeout_s`, or the server refuses to say.
         """
         self._check_begun()
         await wait_for(

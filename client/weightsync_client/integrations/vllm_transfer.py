@@ -84,7 +84,7 @@ class WeightSyncTrainerEngine:
     pause of vLLM's own may be in force meanwhile; the apply ends it.
 
     vLLM itself receives no tensor, and needs no development endpoints: without a `client` its verbs
-    are not called. With one they are, after the apply, and where vLLM tells which weights it serves
+    are not called. With one they are, after the apply, and where vLLM says which weights it serves
     (from 0.32 on) that proves that it is the one that the server drives.
 
     Every rank of the trainer makes one and calls `send_weights`; all but rank 0 only read the
@@ -191,8 +191,8 @@ def _check_source(source: Any) -> None:
     gives = getattr(source, "implements_iter_full", lambda: isinstance(source, Iterable))()
     if not gives or isinstance(source, Iterator):
         raise invalid(
-            "source must give all weights, in full, each time that it is read; give a "
-            "WeightSource, such as vLLM's ModuleSource(model)",
+            "source must give all weights, in full, each time it is read; give a WeightSource, "
+            "such as vLLM's ModuleSource(model)",
         )
     check_whole(source)
     check_owned(source, 0)

@@ -331,10 +331,10 @@ class PushPolicy:
         """Raise DeltaUnsuitable if a delta would be slower, or the server lacks memory for it."""
         if self._source.writer is not None and self._history.server_lacks_room:
             raise DeltaUnsuitable(
-                Fallback.NO_ROOM, "the server has no memory for changes beside a version"
+                Fallback.NO_ROOM, "the server has no memory for changes in addition to a version"
             )
         if self._history.server_copies and self._may_be_copied():
-            raise DeltaUnsuitable(Fallback.COPIED, "the server copies all of it from the GPU")
+            raise DeltaUnsuitable(Fallback.COPIED, "the server copies everything from the GPU")
 
     def _may_be_copied(self) -> bool:
         auto = self._wanted == self._options.get("same_host", "auto") == "auto"

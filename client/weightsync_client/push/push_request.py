@@ -158,7 +158,7 @@ def base_of_part(
         which = f"version {wanted}" if wanted else "a live version"
         raise refuse(
             Reason.VERSION_UNKNOWN,
-            f"a partial push keeps the tensors of {which}, which the server has not got; name "
+            f"a partial push keeps the tensors of {which}, which the server does not have; name "
             "another one with base=, or push all tensors",
         ) from error
     # Imported late: who pushes in full needs no NumPy kernels.
@@ -193,9 +193,9 @@ def explain_cast(error: ClientError, source: Source, now: EngineLayout | None) -
         if kind is not None and kind.dtype != tensor.dtype and kind != known.get(tensor.name):
             return _reworded(
                 error,
-                "push again: the engine became ready, or another one, after this process had asked "
-                f"what it holds (tensor {tensor.name!r} was sent as {tensor.dtype} and is "
-                f"{kind.dtype} there), and others may have asked later; {error.message}",
+                "push again: the engine, or another one, became ready after this process asked "
+                f"for its tensors (tensor {tensor.name!r} was sent as {tensor.dtype} and is "
+                f"{kind.dtype} there), and other processes may have asked later; {error.message}",
             )
     return error
 
@@ -209,8 +209,8 @@ def explain_base(error: ClientError, named: NamedBase, now: NamedBase) -> Client
         return error
     return _reworded(
         error,
-        f"push again: version {named.version} was rejected after this process had named it as "
-        f"base, and others may have come later; {error.message}",
+        f"push again: version {named.version} was rejected after this process named it as the "
+        f"base, and other processes may have named a later one; {error.message}",
     )
 
 

@@ -130,8 +130,8 @@ class SourceRelease:
 
 NOTHING_SENT = "nothing was sent, and no version was made"
 _UNKNOWN = (
-    "`weightsync versions` tells whether the version is committed, and `weightsync status` whether "
-    "the push is still open"
+    "`weightsync versions` shows whether the version is committed, and `weightsync status` "
+    "whether the push is still open"
 )
 # A server that restarted may know less of a push: none of it with memory://, else at most 64 MiB of
 # each shard less.
@@ -250,7 +250,7 @@ class PushSession:
             self._request.base_version = reply.base_version
             self._request.base_content_digest = reply.base_content_digest
         if self.joined:
-            self.state = f"version {reply.version} had been committed under this key"
+            self.state = f"version {reply.version} was already committed under this key"
             self._compare(reply.committed)
         else:
             self._chunk_bytes = min(self._chunk_bytes, reply.max_chunk_bytes or self._chunk_bytes)
@@ -414,14 +414,14 @@ class PushSession:
 def _tell_other_run(reply: pb.CommitPushResponse) -> None:
     if reply.runs_alternate:
         logger.warning(
-            "version %d came from another run, %s, between those of this one: two trainers push; "
-            "stop one of them, or have the right one call acquire_epoch()",
+            "two trainers push: version %d is from another run, %s, between versions of this "
+            "run; stop one of them, or have the right one call acquire_epoch()",
             reply.other_version,
             reply.other_run,
         )
     elif reply.other_run:
         logger.info(
-            "version %d, before this one, came from another run, %s",
+            "version %d, before this one, is from another run, %s",
             reply.other_version,
             reply.other_run,
         )

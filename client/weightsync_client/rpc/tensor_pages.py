@@ -74,8 +74,8 @@ def engine_layout(
         if len(kinds) > MAX_TENSORS or changes > _CHANGES or not reply.tensors:
             raise refuse(
                 Reason.DATA_CORRUPT,
-                "check `weightsync status`, then push again: the server's list of engine tensors "
-                f"kept changing ({len(kinds)} tensors, {changes} changes)",
+                "check `weightsync status`, then push again: the server's list of the engine's "
+                f"tensors kept changing ({len(kinds)} tensors, {changes} changes)",
             )
 
 
@@ -100,6 +100,7 @@ def version_tensors(
     if digest != version.content_digest or any(t.shard >= version.shard_count for t in infos):
         raise refuse(
             Reason.DATA_CORRUPT,
-            f"version {version.version}: the tensors that the server tells do not have its digest",
+            f"version {version.version}: the tensors that the server listed do not match its "
+            "digest",
         )
     return version, infos

@@ -106,7 +106,9 @@ class DeltaShards(Iterable[Shard]):
             self._refuse_other(tensor)
         size = sum(tensor.size for tensor in group)
         if not room_for(size):
-            raise DeltaUnsuitable(Fallback.NO_ROOM, "memory is too short for the shards of a delta")
+            raise DeltaUnsuitable(
+                Fallback.NO_ROOM, "there is not enough memory for the shards of a delta"
+            )
         encoded = self._encoder.encode_shard(
             self._base.items(group, Scratch()),
             base_content_digest=self._base.content_digest,
@@ -129,13 +131,13 @@ class DeltaShards(Iterable[Shard]):
         judged = self._compared * 4 >= self._base.size
         if judged and self._changed > self._most_changed * self._elements:
             raise DeltaUnsuitable(
-                Fallback.TOO_DENSE, f"{self.changed_fraction:.0%} of what was seen changed"
+                Fallback.TOO_DENSE, f"{self.changed_fraction:.0%} of the elements compared changed"
             )
         dense = self._compared if judged else self._base.size
         if self._compared and self._size > PAYS_BELOW * dense:
             raise DeltaUnsuitable(
                 Fallback.TOO_DENSE,
-                f"{self._size} bytes of changes in {self._compared} bytes are hardly fewer",
+                f"{self._size} bytes of changes in {self._compared} bytes are hardly smaller",
             )
 
     def _refuse_other(self, tensor: SourceTensor) -> None:
@@ -176,7 +178,7 @@ class DeltaShards(Iterable[Shard]):
         """
         base = self._base
         if not isinstance(base, Snapshot):
-            raise TypeError("what is pushed in part is not read again")
+            raise TypeError("a partial push is not read again")
         base.advance(self.blobs, self.threads)
         encoded = {name: base.tensors[name] for name in self._digests}
         sources = [snapshot_source(name, old) for name, old in encoded.items()]
@@ -184,8 +186,8 @@ class DeltaShards(Iterable[Shard]):
             if tensor_digest(all_bytes(tensor, Scratch()).data) != self._digests[tensor.name]:
                 raise refuse(
                     Reason.DATA_CORRUPT,
-                    f"the copy of version {self._base.version} that this client compares with went "
-                    f"bad in {tensor.name!r}; push again, and all is sent",
+                    f"the copy of version {self._base.version} that this client compares with is "
+                    f"damaged in {tensor.name!r}; push again, and everything is sent",
                 )
         return encoded, sources + self._taken
 
@@ -233,7 +235,9 @@ def of_boxes(shards: Iterable[Shard]) -> Iterator[list[SourceTensor]]:
         boxes = [local.bytes for local in shard.sent] if isinstance(shard, SliceShard) else []
         for box in boxes:
             if len(box.name.encode()) > MAX_NAME_BYTES:
-                raise DeltaUnsuitable(Fallback.REFUSED, f"{box.name[:100]!r}... is too long a name")
+                raise DeltaUnsuitable(
+                    Fallback.REFUSED, f"{box.name[:100]!r}... is too long for a name"
+                )
         if boxes:
             yield boxes
 

@@ -300,7 +300,7 @@ class SnapshotStore:
         if signature not in (None, base.signature):
             raise DeltaUnsuitable(
                 Fallback.LAYOUT_CHANGED,
-                f"names, dtypes or shapes are not those of version {base.version}",
+                f"names, dtypes or shapes differ from version {base.version}",
             )
         return base
 
@@ -337,7 +337,7 @@ class SnapshotStore:
             base.advance(blobs, threads)
         except Exception:
             # The version is committed all the same. The next push finds no base and is in full.
-            logger.exception("the copy of version %d is given up", base.version)
+            logger.exception("the copy of version %d was dropped", base.version)
             return
         self.current = replace(
             base,

@@ -282,7 +282,7 @@ def _name_gone_rank() -> Iterator[None]:
         yield
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        msg = f"a rank of the trainer has gone ({first})"
+        msg = f"a rank of the trainer has exited ({first})"
         raise RankGoneError(msg) from error
 
 

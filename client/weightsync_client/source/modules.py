@@ -110,8 +110,8 @@ def check_plain(module: Any) -> None:
     """Refuse a model whose adapters would have to be merged into flat parameters."""
     if has_flat_parameters(module):
         raise invalid(
-            "the module has adapters on weights that FSDP1 or ZeRO-3 has parted; merge them into a "
-            "full copy (merge_and_unload) and push that",
+            "the module has adapters on weights that FSDP1 or ZeRO-3 has sharded; merge them "
+            "into a full copy (merge_and_unload) and push that",
         )
 
 

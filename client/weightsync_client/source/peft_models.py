@@ -110,15 +110,15 @@ class MergedAdapters:
             ) from error
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise _refused(
-                f"has adapters that PEFT cannot merge ({type(error).__name__}: {error}); push a "
-                "state dict of your own making"
+                f"has adapters that PEFT cannot merge ({type(error).__name__}: {error}); push "
+                "your own state dict"
             ) from error
         if not layer.merged:
             # None of its adapters is active.
             self._put_back(begin)
         if _dtypes(layer) != dtypes:
             raise _refused(
-                "has adapters that PEFT puts in the place of weights of another dtype; cast them "
+                "has adapters whose weights PEFT merges into weights of another dtype; cast them "
                 f"to {', '.join(sorted(str(dtype) for dtype in set(dtypes.values())))}"
             )
 
@@ -248,8 +248,8 @@ def _base_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         owner, _, leaf = plain_name(key).rpartition(".")
         if owner not in parts:
             raise _refused(
-                f"has the tensor {key!r} in its state dict, which is of none of its parts; push a "
-                "state dict of your own making"
+                f"has the tensor {key!r} in its state dict, which belongs to none of its modules; "
+                "push your own state dict"
             )
         if (name := names.get(owner)) is not None:
             yield joined(name, leaf), tensor
@@ -270,16 +270,16 @@ def _check_kinds(model: torch.nn.Module) -> None:
         configs = list(part.peft_config.values())
         if any(getattr(config, "is_prompt_learning", False) for config in configs):
             raise _refused(
-                "has prompt tuning, which adds inputs and changes no weight; train a LoRA adapter "
-                "in place of it"
+                "has prompt tuning, which adds inputs and changes no weight; train a LoRA "
+                "adapter instead"
             )
         kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in configs}
         tuner = isinstance(part.base_model, _classes(_TUNERS, "BaseTuner"))
         # Those of X-LoRA are mixed anew for every input.
         if not tuner or "XLORA" in kinds:
             raise _refused(
-                f"has adapters of the kind {', '.join(sorted(kinds))}, which cannot be merged into "
-                "weights; train a LoRA adapter in place of them"
+                f"has adapters of the kind {', '.join(sorted(kinds))}, which cannot be merged "
+                "into weights; train a LoRA adapter instead"
             )
 
 
@@ -336,8 +336,8 @@ def _check_ties(base: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         # Of two that are still one, the first was left out.
         if target in tensors and source in tensors:
             raise _refused(
-                f"has trained {target!r} and {source!r} apart, which its checkpoint holds as one; "
-                "train neither, or untie them before training"
+                f"has trained {target!r} and {source!r} separately, but its checkpoint stores "
+                "them as one tensor; train neither, or untie them before training"
             )
 
 

@@ -148,7 +148,7 @@ def local_parts(name: str, value: ShardedTensor | DTensor) -> ShardedTensor:
     if tuple(local.shape) != tuple(shape):
         raise refuse(
             Reason.LAYOUT_INVALID,
-            f"tensor {name!r} has the local shape {list(local.shape)}, its placements tell "
+            f"tensor {name!r} has the local shape {list(local.shape)}, but its placements give "
             f"{list(shape)}; push its full_tensor()",
         )
     if not local.numel():

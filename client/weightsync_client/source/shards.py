@@ -100,8 +100,8 @@ class _FileReader:
         if len(data) != end - begin:
             raise refuse(
                 Reason.SHARD_INVALID,
-                f"{self._path} became shorter than {self._size} bytes while it was sent; "
-                "push files that nobody writes",
+                f"{self._path} became shorter than {self._size} bytes while it was sent; push "
+                "files that nothing writes to",
             )
         return [data]
 

@@ -160,7 +160,7 @@ def _parts(path: Path, shard: Shard, offsets: Mapping[str, tuple[int, ...]]) -> 
         if len(at) != len(tensor.shape):
             raise _refused(
                 path,
-                f"tells {len(at)} offsets of tensor {tensor.name!r}, which has "
+                f"declares {len(at)} offsets of tensor {tensor.name!r}, which has "
                 f"{len(tensor.shape)} dimensions; save the checkpoint again",
             )
         yield _Part(path, Box(at, tensor.shape), tensor)

@@ -192,7 +192,7 @@ def _check_lacks_none(who: str, known: Collection[str], names: Collection[str]) 
     if missing:
         raise invalid(
             f"{who} lacks {len(missing)} of the {len(known)} tensors of the model, such as "
-            f"{min(missing)!r}, which other ranks have; push a source that gives all of them",
+            f"{min(missing)!r}, that other ranks have; push a source that gives all of them",
         )
 
 
@@ -283,4 +283,6 @@ def _text(tensor: SourceTensor) -> str:
 
 
 def _refused(problem: str) -> Exception:
-    return refuse(Reason.LAYOUT_INVALID, f"{problem}; declare just what comes, in its order")
+    return refuse(
+        Reason.LAYOUT_INVALID, f"{problem}; declare exactly what the source gives, in its order"
+    )

@@ -217,7 +217,10 @@ def _wrap_torch(name: str, tensor: torch.Tensor) -> SourceTensor:
 
     problem = ""
     if hasattr(tensor, "full_tensor"):
-        problem = "is sharded over ranks, and one that comes alone is not; push all in a dict"
+        problem = (
+            "is sharded over ranks, and an iterator cannot give such tensors; push all of them "
+            "in a dict"
+        )
     elif tensor.layout != torch.strided:
         problem = f"has the layout {tensor.layout}; push its to_dense()"
     elif tensor.is_quantized:

@@ -238,7 +238,7 @@ def write_checkpoint(
         mark_folder(work, target, owner)
         sync_folder(work)
         if target.exists():
-            raise invalid(f"{target} is there already; name another folder")
+            raise invalid(f"{target} already exists; name another folder")
         _check(stop)
         work.rename(target)
         sync_path(target.parent)
@@ -261,7 +261,7 @@ def _make(work: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         if any(work.iterdir()):
             raise invalid(
-                f"remove {work}, which this server has not made, or name another folder",
+                f"remove {work}, which this server did not create, or name another folder",
             )
         work.rmdir()
     work.mkdir()
@@ -280,7 +280,7 @@ def _check(stop: threading.Event) -> None:
     if stop.is_set():
         raise refuse(
             Reason.CANCELLED,
-            "request the checkpoint again: the caller left before it was finished",
+            "request the checkpoint again: the caller disconnected before it was finished",
         )
 
 
@@ -311,8 +311,8 @@ def _missing(attached: Attached, folder: Path) -> str:
     if not names:
         return ""
     return (
-        f"the folder has no {' and no '.join(names)}, for none was found beside the engine's "
-        f"checkpoint {attached.checkpoint}; copy what is missing into it before a vLLM loads it"
+        f"copy {' and '.join(names)} into the folder before a vLLM loads it: none was found "
+        f"beside the engine's checkpoint {attached.checkpoint}"
     )
 
 

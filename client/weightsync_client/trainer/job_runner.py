@@ -118,8 +118,8 @@ def end_forked_child(trainer: int) -> None:
     if pid == trainer:
         return
     logger.error(
-        "process %d, forked from trainer %d, has come back from the trainer's class: it is ended; "
-        "end such a process with os._exit, or start it as a program of its own",
+        "process %d, forked from trainer %d, returned from the trainer's class and was ended; "
+        "end such a process with os._exit, or start it as a separate program",
         pid,
         trainer,
     )

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 #: Shards that are told one by one before all others are: the server is at work on them meanwhile.
 _FIRST = 3
 _UNSHARED = (
-    "memory of a GPU can be shared unless it is PyTorch's expandable_segments; leave that out of "
-    "PYTORCH_CUDA_ALLOC_CONF"
+    "memory of a GPU can be shared unless it is PyTorch's expandable_segments; leave "
+    "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
 )
 
 

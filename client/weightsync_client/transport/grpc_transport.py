@@ -135,7 +135,7 @@ class StreamConnection:
             self._connect("")
         if not foreign:
             return error
-        return refuse(Reason.SERVER_AWAY, f"a data port is not that of this server: {error}")
+        return refuse(Reason.SERVER_AWAY, f"a data port belongs to another server: {error}")
 
     def send(self, feed: RequestIterator) -> pb.PushWeightsResponse:
         """Send what the feed gives and return the answer, which acknowledges every byte."""

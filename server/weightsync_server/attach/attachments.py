@@ -52,18 +52,18 @@ def check_attachable(session: EngineSession) -> None:
     """Refuse an engine whose ranks cannot hand out what is live, with what stands in the way."""
     if ATTACH not in session.info.capabilities:
         raise _refused(
-            "this engine hands out no memory: its ranks are on several hosts, or the weightsync "
-            "release in vLLM is an older one; install the same release on both sides"
+            "install the same weightsync release in vLLM and here, and run all ranks on one "
+            "host: this engine shares no memory"
         )
     if len({rank.partition("/")[0] for rank in session.info.ranks}) > 1:
         raise _refused(
-            "this engine has data parallel ranks, of which each holds the model; start vLLM "
-            "without --data-parallel-size to train in its memory"
+            "start vLLM without --data-parallel-size to train in its memory: with data parallel "
+            "ranks, each holds its own copy of the model"
         )
     if session.loads is not None:
         raise _refused(
-            "push versions of this model in place of attaching: they are loaded beside generation "
-            f"({session.loads.no_plan.cause}), so that no view of what is live is a tensor of the "
+            "push versions of this model instead of attaching: they are loaded beside generation "
+            f"({session.loads.no_plan.cause}), so no view of the live weights is a tensor of the "
             "checkpoint"
         )
 
@@ -172,7 +172,7 @@ class Attachment:
         if self.session.live is None:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "the engine was started anew, or its server has connected to it anew; attach again",
+                "attach again: the engine restarted, or its server reconnected to it",
             )
 
     def end(self) -> None:
@@ -286,8 +286,8 @@ class Attachments:
         if not mine:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                "attach before you begin a transaction, from the engine's host, and stay attached "
-                "until it ends: only who has the memory writes it",
+                "attach before you begin a transaction, from the engine's host, and stay "
+                "attached until it ends: only an attached process can write the memory",
             )
         # Of an older release all are meant.
         attachment = max(mine, key=lambda one: one.session.live is not None)
@@ -350,15 +350,15 @@ class Attachments:
         if not here:
             # Said in there, it would be this engine that is away.
             raise WeightSyncError(
-                Reason.ENGINE_AWAY, "the engine was started anew meanwhile; attach again"
+                Reason.ENGINE_AWAY, "attach again: the engine restarted meanwhile"
             )
 
     def _check_offer(self, request: pb.AttachRequest, peer: str) -> None:
         if not is_here(peer):
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                "memory is handed out on the engine's host alone; run the trainer there and "
-                "connect by a unix socket, or push versions from elsewhere",
+                "run the trainer on the engine's host and connect through a unix socket, or push "
+                "versions instead: memory is shared only on that host",
             )
         if len(request.job) > _LONGEST_JOB or not request.job.isprintable():
             raise WeightSyncError(
@@ -371,8 +371,8 @@ class Attachments:
         if len(self._offers) >= MOST_OFFERS:
             raise WeightSyncError(
                 Reason.LIMIT_EXCEEDED,
-                f"fetch what was offered, or wait {OFFER_S:g} s: {MOST_OFFERS} offers wait for "
-                "somebody to come with their secret",
+                f"use the secrets that were offered, or wait {OFFER_S:g} s: {MOST_OFFERS} offers "
+                "are still unused",
                 retry_after_s=1.0,
             )
 
@@ -453,8 +453,8 @@ def _process(pid: int) -> str:
 def _other_job(engine: str, remedy: str) -> WeightSyncError:
     return WeightSyncError(
         Reason.ENGINE_REFUSED,
-        f"{remedy}: it writes engine {engine}, which one job at a time may do (processes of one "
-        "torch.distributed are one job if they attach after init_process_group)",
+        f"{remedy}: it writes engine {engine}, and only one job at a time may (processes of one "
+        "torch.distributed group are one job if they attach after init_process_group)",
     )
 
 
@@ -493,15 +493,15 @@ class OpenBlocks:
         if writer is None or found is None or transaction not in self._open:
             raise WeightSyncError(
                 Reason.APPLY_RESTORED,
-                f"transaction {transaction} is not open, so that nothing may be written in it; "
-                "begin another one",
+                f"transaction {transaction} is not open, so nothing may be written in it; begin "
+                "another one",
             )
         # Everybody may know its name, which GetStatus tells.
         if attachment is None or attachment.job != writer.job:
             raise _written_by(writer.engine, writer)
         if (attachment.engine, attachment.engine_id) != (writer.engine, writer.engine_id):
             raise _refused(
-                f"attach to engine {writer.engine} anew: transaction {transaction} writes its "
-                "memory, and this attachment is of another engine, or of an earlier start of it"
+                f"attach to engine {writer.engine} again: transaction {transaction} writes its "
+                "memory, but this attachment is to another engine or to an earlier process of it"
             )
         return found.copy()

@@ -78,8 +78,10 @@ async def delete_uncounted(model: Model, record: VersionRecord) -> None:
     except WeightSyncError as error:
         if error.reason is Reason.VERSION_UNKNOWN:
             return
-        logger.warning("version %d did not count and stays: %s", record.version, error.message)
-        await model.serving.reject(record.version, "a transaction that did not count")
+        logger.warning(
+            "version %d was undone but could not be removed: %s", record.version, error.message
+        )
+        await model.serving.reject(record.version, "a transaction that was undone")
 
 
 def check_agreed(ranks: Sequence[RankCommit], name: str) -> None:
@@ -99,7 +101,7 @@ def check_agreed(ranks: Sequence[RankCommit], name: str) -> None:
             if other.parts[part] != digest:
                 raise WeightSyncError(
                     Reason.DATA_CORRUPT,
-                    f"ranks {other.rank} and {rank.rank} hold other bytes of the same part of "
+                    f"ranks {other.rank} and {rank.rank} hold different bytes of the same part of "
                     f"{part.split(' ')[0]}; write every place of a tensor, as `write` does",
                 )
 
@@ -165,7 +167,9 @@ class TransactionStream:
             async with asyncio.timeout(lease_s):
                 step = await self._received.get()
         except TimeoutError:
-            raise abandoned(f"the trainer was silent for {lease_s:g} s; raise its lease") from None
+            raise abandoned(
+                f"the trainer sent no heartbeat for {lease_s:g} s; raise its lease"
+            ) from None
         if isinstance(step, WeightSyncError):
             raise step
         if isinstance(step, str):
@@ -194,9 +198,9 @@ def abandoned(why: str) -> WeightSyncError:
     return WeightSyncError(Reason.APPLY_RESTORED, why)
 
 
-_GONE = "the trainer has gone"
+_GONE = "the trainer has exited"
 _ENDS = {
-    "abort": "the trainer has taken it back",
+    "abort": "the trainer withdrew it",
     "begin": "begin was sent while it was open; begin once",
     "copied": "copied was sent before the push was committed; commit it first",
 }
@@ -263,7 +267,8 @@ class InPlace:
         # Said in there, it would be this engine that is away.
         raise WeightSyncError(
             Reason.ENGINE_AWAY,
-            "attach again, for the engine was started anew: what this has is memory of before",
+            "attach again: the engine restarted, and this attachment has the memory of the "
+            "old process",
         )
 
     async def _run(self, session: EngineSession) -> weightsync_pb2.ApplyReport:
@@ -297,29 +302,29 @@ class InPlace:
         if fleet := self._context.fleet:
             raise WeightSyncError(
                 Reason.NOT_SUPPORTED,
-                f"this host is a member of fleet {fleet}, which decides what it serves; "
-                "train beside an engine that is in none, and push what comes of it",
+                f"this host is a member of fleet {fleet}, which decides what it serves; train "
+                "beside an engine that is in no fleet, and push the result",
             )
         check_attachable(session)
         session.check_fences()
         if self._order.spec.mode == BETWEEN_STEPS:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                "an engine stands still while it is written; use pause mode KEEP, WAIT or ABORT",
+                "use pause mode KEEP, WAIT or ABORT: the engine is paused while it is written",
             )
         live = base.record.version
         if live != self._order.base:
             raise WeightSyncError(
                 Reason.VERSION_CONFLICT,
-                f"version {live} is live, and what was computed on version {self._order.base} does "
-                "not follow it; attach again and begin with what is live",
+                f"version {live} is live, but the update was computed on version "
+                f"{self._order.base}; attach again and begin with the live version",
             )
 
     def _check_wanted(self) -> None:
         """Refuse what came to nothing while it waited for the engine."""
         if why := self._trainer.over:
             raise WeightSyncError(
-                Reason.APPLY_BUSY, f"begin again, for nothing was begun and nothing paused: {why}"
+                Reason.APPLY_BUSY, f"begin again; nothing was started or paused: {why}"
             )
 
     async def _check_writers(self, session: EngineSession) -> None:
@@ -392,8 +397,8 @@ class InPlace:
         if line.over:
             raise abandoned(line.over)
         late = (
-            f"the engine has stood still for {longest_s:g} s, which is --in-place-pause-s; "
-            "compute before, and write only in the block"
+            "compute before the block and only write in it: the engine has been paused for "
+            f"{longest_s:g} s, the limit of --in-place-pause-s"
         )
         try:
             self._blocks.open(self.id)
@@ -425,9 +430,9 @@ class InPlace:
         if self._attachment.guarded and (late := [one.rank for one in ranks if one.writing]):
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
-                f"the memory of rank {', '.join(late)} can still be written by a mapping or a "
-                "descriptor that was made of it in the block; make none, and write nothing beside "
-                "the block",
+                f"the memory of rank {', '.join(late)} can still be written through a mapping or "
+                "descriptor that was opened in the block; open none, and write only inside the "
+                "block",
             )
         check_agreed(ranks, self._name)
         return ranks
@@ -447,8 +452,8 @@ class InPlace:
             await self._drop(base, record, error)
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                f"the resume on what was written was not confirmed ({error.message}); every rank "
-                "is asked what it holds, and GetStatus tells what the engine serves",
+                f"the resume on what was written was not confirmed ({error.message}); the server "
+                "asks every rank which version it holds; see GetStatus for what the engine serves",
                 retry_after_s=1.0,
             ) from error
 
@@ -541,7 +546,7 @@ class InPlace:
     ) -> Never:
         version, why = base.record.version, str(error) or type(error).__name__
         logger.error(
-            "transaction %s: version %d is put back: %s",
+            "transaction %s: version %d is being restored: %s",
             self.id,
             version,
             why,
@@ -549,8 +554,8 @@ class InPlace:
         )
         restored = WeightSyncError(
             Reason.APPLY_RESTORED,
-            f"the transaction did not count, and version {version} was put back and verified on "
-            f"every rank ({why}); compute on it again",
+            f"the transaction was undone, and version {version} was restored and verified on "
+            f"every rank ({why}); compute the update again from it",
         )
         if record is not None:
             await self._drop(base, record, restored)
@@ -594,8 +599,8 @@ def _check_proved(version: int, reports: Sequence[Report]) -> None:
         ranks = ", ".join(report.rank for report in wrong)
         raise WeightSyncError(
             Reason.DATA_CORRUPT,
-            f"rank {ranks} holds something else of {', '.join(names[:10])} than version {version}, "
-            "or than when that became live; write nothing outside a transaction",
+            f"rank {ranks} holds something else of {', '.join(names[:10])} than version "
+            f"{version}, or than when that version became live; write only inside a transaction",
         )
 
 
@@ -615,8 +620,8 @@ class InPlaceCalls:
         self._context, self._give_up, self._blocks = context, give_up, blocks
         self._transactions = context.metrics.counters(
             "weightsync_in_place_total",
-            "Transactions in place by how they ended: committed, restored (the version before was "
-            "put back) or failed (the engine was fenced, or nothing was begun).",
+            "Transactions in place by how they ended: committed, restored (the previous version "
+            "was restored) or failed (the engine was fenced, or nothing was started).",
             "outcome",
             ("committed", "restored", "failed"),
         )

@@ -16,14 +16,14 @@ from weightsync_server.auth.roles import RULES, Endpoint, Role
 _SCHEME = "Bearer "
 #: The same sentence for every failure: it tells nothing about tokens that exist.
 _REMEDY = (
-    "this call proves nobody's authority; send one bearer token, which our clients take from "
-    "WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE, or a client certificate, that the server's "
-    "authority file knows"
+    "no valid token or client certificate: send `authorization: Bearer ...` with one token "
+    "(weightsync's clients take it from WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE), or a client "
+    "certificate, that the server's authority file lists"
 )
 #: That only this host can connect says nothing about whom a proxy on this host has let in.
 _FORWARDED = (
-    "this request was passed on, so that it needs a token, and this server knows none; start it "
-    "with --authority FILE, and send a bearer token with the request"
+    "start this server with --authority FILE, and send a bearer token with the request: a "
+    "forwarded request needs a token, and this server has none configured"
 )
 
 

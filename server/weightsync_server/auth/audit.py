@@ -137,7 +137,8 @@ class Audit:
         ):
             self._metrics.violate("authority")
             raise WeightSyncError(
-                Reason.PERMISSION_DENIED, "nobody answers for this call; report this fault"
+                Reason.PERMISSION_DENIED,
+                "this call has no rule for who may make it; report this fault",
             )
         caller.worked = True
         self._calls.inc()

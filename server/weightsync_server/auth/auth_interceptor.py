@@ -79,8 +79,8 @@ def reader(parse: Callable[[bytes], _T]) -> Callable[[bytes], _T]:
             return parse(data)
         except DecodeError:
             raise invalid_request(
-                f"{len(data)} bytes that are not the message which the proto says; generate the "
-                "stubs again"
+                f"generate the stubs again: the {len(data)} bytes sent are not the message that "
+                "the proto defines"
             ) from None
 
     return read
@@ -147,7 +147,7 @@ class _Entry:
         except TimeoutError:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                f"no request came within {_REQUEST_S:g} s of the call's begin; call again",
+                f"no request arrived within {_REQUEST_S:g} s of the start of the call; call again",
             ) from None
         if data is None:
             raise invalid_request("the call holds no request; send one")

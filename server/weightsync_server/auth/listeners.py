@@ -150,8 +150,8 @@ class Listeners:
                 port = server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
             raise invalid_request(
-                f"{address} is taken, or is no address of this host; choose another with --listen "
-                "(with --ingest N, the N ports after it must be free as well)"
+                f"{address} is in use, or is not an address of this host; choose another with "
+                "--listen (with --ingest N, the N ports after it must be free as well)"
             ) from error
         return f"{address.rpartition(':')[0]}:{port}"
 
@@ -171,6 +171,6 @@ def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
     principals = file.current()
     if not principals.has_tokens and not (principals.has_certificates and takes_certificates):
         raise invalid_request(
-            "nobody could prove authority: the authority file has no token, and no certificate "
-            "name that could be used; add tokens, or certificate names and --tls-client-ca"
+            "add tokens to the authority file, or certificate names and --tls-client-ca: without "
+            "either, no caller can be authenticated"
         )

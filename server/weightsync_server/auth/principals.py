@@ -157,7 +157,7 @@ class _Document(_Strict):
             ("token hash", [entry.hash for one in self.principal for entry in one.tokens]),
         ):
             if len(keys) != len(set(keys)):
-                raise ValueError(f"a {kind} stands there twice: each names one principal")
+                raise ValueError(f"give each {kind} to one principal: one is listed twice")
         return self
 
 
@@ -195,7 +195,7 @@ class AuthorityFile:
                 self._principals = self._read()
                 logger.info("read %s again", self._path)
             except WeightSyncError as error:
-                logger.error("what was read before stays in force: %s", error)  # noqa: TRY400 - the sentence says it all
+                logger.error("the previous content stays in force: %s", error)  # noqa: TRY400 - the sentence says it all
         return self._principals
 
     def _read(self) -> Principals:
@@ -203,6 +203,4 @@ class AuthorityFile:
         try:
             return parse_authority(data, as_json=self._path.suffix == ".json")
         except ValueError as error:
-            raise invalid_request(
-                f"the authority file {self._path} is not right: {error}; correct it"
-            ) from None
+            raise invalid_request(f"correct the authority file {self._path}: {error}") from None

@@ -152,14 +152,15 @@ class Endpoint:
         if not mark:
             if not address.startswith("unix:") and not _has_port(address):
                 raise ValueError(
-                    f"{text!r} names no port; write HOST:PORT, such as 127.0.0.1:50551 (a host of "
+                    f"{text!r} has no port; write HOST:PORT, such as 127.0.0.1:50551 (a host of "
                     "IPv6 in brackets), or unix:PATH"
                 )
             return cls(address)
         key, _, value = query.partition("=")
         if not address.startswith("unix:") or key != "role" or value not in list(Role):
             raise ValueError(
-                f"{text!r} is no address; only unix:PATH?role=... takes one of {', '.join(Role)}"
+                f"{text!r} is not an address; only unix:PATH?role=... takes one of "
+                f"{', '.join(Role)}"
             )
         return cls(address, Role(value))
 
@@ -182,7 +183,7 @@ class Endpoint:
         host, _, port = self.address.rpartition(":")
         if not port.isdecimal() or int(port) + number > _MAX_PORT:
             raise ValueError(
-                f"{self.address} has no port of which {number} more is one; choose another"
+                f"{self.address} plus {number} is not a valid port; choose a lower one"
             )
         # With port 0 each takes any that is free.
         return replace(self, address=f"{host}:{int(port) and int(port) + number}")
@@ -193,7 +194,7 @@ def _check_listen(addresses: list[str]) -> list[str]:
     for address in addresses:
         socket = Endpoint.parse(address).address
         if socket in sockets and socket.startswith("unix:"):
-            raise ValueError(f"{socket} is named twice; give each role a path of its own")
+            raise ValueError(f"{socket} is named twice; give each role its own path")
         sockets.add(socket)
     if not addresses:
         raise ValueError("name at least one address to listen on")
@@ -240,8 +241,8 @@ class ListenerSettings:
                 )
             if not self.authority:
                 raise ValueError(
-                    f"{endpoint.address} can be reached from other hosts and nobody is asked who "
-                    "calls; give --authority FILE with tokens or certificate names"
+                    f"{endpoint.address} can be reached from other hosts without authentication; "
+                    "give --authority FILE with tokens or certificate names"
                 )
 
     @property

@@ -43,7 +43,7 @@ def read_private(path: Path, what: str) -> bytes:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
-            raise invalid_request(f"{what} {path} is no file of at most 1 MiB; name another")
+            raise invalid_request(f"{what} {path} is not a file of at most 1 MiB; name another")
         if status.st_mode & _FORBIDDEN:
             raise invalid_request(
                 f"{what} {path} has mode {stat.S_IMODE(status.st_mode):04o}, so others may read or "
@@ -51,8 +51,8 @@ def read_private(path: Path, what: str) -> bytes:
             )
         if status.st_uid not in (0, os.geteuid()):
             raise invalid_request(
-                f"{what} {path} belongs to user {status.st_uid}; make root or this server's user "
-                "its owner"
+                f"make root or this server's user the owner of {what} {path}: it belongs to user "
+                f"{status.st_uid}"
             )
         return os.read(fd, _MAX_BYTES)
     finally:
@@ -91,7 +91,7 @@ class Certificates:
                 self._configuration = self._read()
                 logger.info("read %s again", self._certificate)
             except WeightSyncError as error:
-                logger.error("the certificate from before stays: %s", error)  # noqa: TRY400 - the sentence says it all
+                logger.error("the previous certificate stays in use: %s", error)  # noqa: TRY400 - the sentence says it all
             self._stamps = now
         return self._configuration
 
@@ -113,7 +113,7 @@ class Certificates:
             context.load_cert_chain(self._certificate, self._key, password="")
         except (ssl.SSLError, OSError) as error:
             raise invalid_request(
-                f"{self._certificate} and {self._key} are no PEM certificate and its key "
+                f"{self._certificate} and {self._key} are not a PEM certificate with its key, "
                 f"without a password ({_why(error)})"
             ) from None
         try:
@@ -178,7 +178,7 @@ class ClientTls:
             context = ssl.create_default_context(cafile=self.ca)
         except ssl.SSLError:
             raise invalid_request(
-                f"{self.peer}'s CA {self.ca} holds no certificate in PEM; name another"
+                f"{self.peer}'s CA {self.ca} holds no PEM certificate; name another file"
             ) from None
         if self.certificate and self.key:
             try:
@@ -186,6 +186,6 @@ class ClientTls:
                 context.load_cert_chain(self.certificate, self.key, password="")
             except ssl.SSLError:
                 raise invalid_request(
-                    f"{self.certificate} and {self.key} are no certificate in PEM with its key, "
-                    "without a password; name a pair that fits"
+                    f"name a PEM certificate and its key, without a password: {self.certificate} "
+                    f"and {self.key} are not such a pair"
                 ) from None

@@ -57,7 +57,7 @@ class Epochs:
         """
         stored = await self._store.read_epoch(self._model)
         if stored < committed:
-            logger.critical("the epoch fell to %d, a version has %d", stored, committed)
+            logger.critical("the epoch fell to %d, but a version has epoch %d", stored, committed)
         self.newest = max(stored, committed)
 
     def observe(self, observer: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ class Epochs:
         self.newest, self.acquired_by = epoch, client_run
         for observer in self._observers:
             observer()
-        logger.info("epoch %d of model %s goes to %r", self.newest, self._model, holder)
+        logger.info("epoch %d of model %s is acquired by %r", self.newest, self._model, holder)
         await self.catch_up()
         return self.newest
 
@@ -120,7 +120,7 @@ class Epochs:
         return WeightSyncError(
             Reason.EPOCH_STALE,
             f"epoch {epoch} of model {self._model} {what}, the newest is {self.newest}; call "
-            "AcquireEpoch if this process shall be the writer, else stop",
+            "AcquireEpoch if this process should be the writer; otherwise stop it",
             metadata={"epoch": str(self.newest)},
         )
 

@@ -79,14 +79,14 @@ class GarbageCollector:
     async def _refuse_needed(self, record: VersionRecord) -> None:
         try:
             needed = record.content_digest in await self._needed_elsewhere()
-            why = "a member of the fleet serves it, goes to it or would go back to it"
+            why = "a member of the fleet serves it, applies it or would roll back to it"
         except WeightSyncError as error:
             needed, why = True, f"whether the fleet needs it is not known now: {error.message}"
         if needed:
             raise WeightSyncError(
                 Reason.VERSION_IN_USE,
-                f"version {record.version} of model {record.model} stays: {why}; delete it with "
-                "force if it may go",
+                f"version {record.version} of model {record.model} is kept: {why}; delete it with "
+                "force if it is not needed",
                 metadata={"version": str(record.version)},
             )
 
@@ -159,7 +159,11 @@ class GarbageCollector:
     def _tell_unknown(self, why: str) -> None:
         if why != self._unknown:
             self._unknown = why
-            logger.warning("no version is collected for now: what others need is unknown: %s", why)
+            logger.warning(
+                "no version is deleted for now, because it is not known which ones other servers "
+                "need: %s",
+                why,
+            )
 
     async def _delete_surplus(self, version: int) -> None:
         try:
@@ -168,7 +172,7 @@ class GarbageCollector:
             if error.reason is not Reason.VERSION_IN_USE:
                 raise
             # Of another version in the store; it does not keep those that follow.
-            logger.warning("version %d stays for now: %s", version, error.message)
+            logger.warning("version %d could not be removed yet: %s", version, error.message)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         # In a context of its own: its lines in the log are about no call.

@@ -59,7 +59,7 @@ class RefusedContents:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s cannot be read, and is begun anew: %s", path, error)
+            logger.warning("%s cannot be read, and is started over: %s", path, error)
         self._on_change(self._digests())
 
     async def seen(self, engine: str, checkpoint: str) -> None:
@@ -131,4 +131,4 @@ class RefusedContents:
                 await in_thread(write_document, path, {"engines": engines})
             except OSError as error:
                 # The ranks refuse it again, if it comes to that.
-                logger.critical("what engines have refused is not written down: %s", error)
+                logger.critical("could not record what engines refused: %s", error)

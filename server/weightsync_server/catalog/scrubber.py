@@ -113,7 +113,7 @@ class Scrubber:
     ) -> None:
         entry, tensors = manifest.layout.shards[shard], manifest.layout.by_shard[shard]
         if os.fstat(fd).st_size != entry.size:
-            raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {shard} has another length")
+            raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {shard} has a different length")
         header = await in_thread(os.pread, fd, entry.header_size, 8)
         await in_thread(check_header, header, tensors)
         for tensor, digest in zip(tensors, expected, strict=True):
@@ -125,5 +125,5 @@ class Scrubber:
                 await asyncio.sleep(size / self._bytes_per_s)
             if found.digest() != digest:
                 raise WeightSyncError(
-                    Reason.DATA_CORRUPT, f"tensor {tensor.name[:100]!r} has another digest"
+                    Reason.DATA_CORRUPT, f"tensor {tensor.name[:100]!r} has a different digest"
                 )

@@ -269,7 +269,8 @@ class BucketKeys:
         async with self._bounded(f"putting {key}"):
             if await self._client.head(_path(key)) is not None:
                 raise WeightSyncError(
-                    Reason.REQUEST_INVALID, f"{key} was created and is no member's; use another key"
+                    Reason.REQUEST_INVALID,
+                    f"{key} was created and does not belong to a member; use another key",
                 )
             lease = await self._members.lease(key, value, ttl_s)
         return await Membership(lease, ttl_s).start()
@@ -295,8 +296,8 @@ class BucketKeys:
         except TimeoutError:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                f"{what} was not answered by {self.url} within {self._timeout_s:g} s, so that it "
-                "may be done or not; see that the store can be reached, then call again",
+                f"{what} was not answered by {self.url} within {self._timeout_s:g} s, so it may "
+                "or may not have been done; check that the store is reachable, then call again",
             ) from None
 
     async def _open(self) -> None:

@@ -140,14 +140,14 @@ def check_key(key: str) -> str:
     if len(key) > _MAX_KEY or not _KEY.fullmatch(key):
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"a register takes no key {key[: _MAX_KEY + 20]!r}; use names of letters, digits, '.', "
-            f"'_' and '-' with '/' between them, {_MAX_KEY} characters at most",
+            f"a register cannot have the key {key[: _MAX_KEY + 20]!r}; use names of letters, "
+            f"digits, '.', '_' and '-' with '/' between them, {_MAX_KEY} characters at most",
         )
     return key
 
 
 def not_creatable(key: str) -> WeightSyncError:
-    return WeightSyncError(Reason.REQUEST_INVALID, f"{key} is a member's; create another key")
+    return WeightSyncError(Reason.REQUEST_INVALID, f"{key} belongs to a member; create another key")
 
 
 def check_prefix(prefix: str) -> str:
@@ -164,8 +164,8 @@ def check_value(key: str, value: bytes) -> bytes:
     if len(value) > MAX_VALUE_BYTES:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"the value of {key} has {len(value)} bytes, and a register takes {MAX_VALUE_BYTES}; "
-            "put it into the store and its digest here",
+            f"the value of {key} has {len(value)} bytes, but a register takes at most "
+            f"{MAX_VALUE_BYTES}; put it into the store, and its digest here",
         )
     return value
 

@@ -108,9 +108,9 @@ class EtcdChannels:
             await asyncio.sleep(_PAUSE_S)
         raise WeightSyncError(
             Reason.DEADLINE_EXCEEDED,
-            f"{what} was not answered by etcd within {self._timeout_s:g} s ({last}), so that it "
-            "may be done or not; see that most of etcd's own members run and that addresses and "
-            "TLS fit, then call again",
+            f"{what} was not answered by etcd within {self._timeout_s:g} s ({last}), so it may or "
+            "may not have been done; check that a majority of etcd's members run and that "
+            "addresses and TLS are right, then call again",
         )
 
     @property
@@ -145,20 +145,24 @@ def parse_etcd_url(url: str) -> tuple[list[str], str]:
     place, _, prefix = url.partition("://")[2].partition("/")
     if "@" in place:
         # Not quoted: the sentence may end in a log.
-        raise _invalid("a register's URL takes no user and password; use etcds:// and certificates")
+        raise _invalid(
+            "the URL of a register cannot have a user and password; use etcds:// and certificates"
+        )
     addresses = place.split(",")
     for address in addresses:
         host, _, port = address.rpartition(":")
         bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
         if not host or bare or not port.isdecimal() or not 0 < int(port[:9]) <= _MAX_PORT:
             raise _invalid(
-                f"{address!r} in {url!r} is no address of etcd; use host:port, as in "
+                f"{address!r} in {url!r} is not an address of etcd; use host:port, as in "
                 "etcd://10.0.0.1:2379,10.0.0.2:2379/weightsync/NAME"
             )
     if len(set(addresses)) < len(addresses):
         raise _invalid(f"{url!r} names an address twice; name each member of etcd once")
     if not (prefix := prefix.rstrip("/")):
-        raise _invalid(f"{url!r} has no prefix; end it in one of the fleet's own: /weightsync/NAME")
+        raise _invalid(
+            f"{url!r} has no prefix; end it with one that only this fleet uses: /weightsync/NAME"
+        )
     return addresses, check_key(prefix)
 
 

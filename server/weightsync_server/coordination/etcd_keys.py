@@ -119,7 +119,7 @@ class EtcdLease:
         if reply.succeeded:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"{self.key} was created and is no member's; use another key",
+                f"{self.key} was created and does not belong to a member; use another key",
             )
 
 
@@ -147,7 +147,7 @@ class EtcdKeys:
         """
         created = await self._create(key, value)
         if created is None:
-            raise WeightSyncError(Reason.FAULT, f"{key} came and went; see etcd's log")
+            raise WeightSyncError(Reason.FAULT, f"{key} was created and deleted; check etcd's log")
         return created
 
     async def create_among(

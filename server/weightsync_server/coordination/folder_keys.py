@@ -76,8 +76,8 @@ class FolderMembers:
                 if clock.monotonic() >= end:
                     raise WeightSyncError(
                         Reason.DEADLINE_EXCEEDED,
-                        f"another process has had its turn in {self.folder} for {_TURN_S:g} s; it "
-                        "may be stopped: continue or end it (fuser names it)",
+                        f"another process has held the lock of {self.folder} for {_TURN_S:g} s; "
+                        "if it is suspended, continue or end it (fuser names it)",
                     )
                 threading.Event().wait(_ROSTER_LOOK_S)
             yield
@@ -268,7 +268,8 @@ class FolderKeys:
         check_value(check_key(key), value)
         if self._path(key).exists():
             raise WeightSyncError(
-                Reason.REQUEST_INVALID, f"{key} was created and is no member's; use another key"
+                Reason.REQUEST_INVALID,
+                f"{key} was created and does not belong to a member; use another key",
             )
         return await Membership(self._members.lease(key, _name(key), value, ttl_s), ttl_s).start()
 
@@ -351,8 +352,7 @@ def _check_apart(folder: Path) -> None:
         if (store / STORE_MARKER).exists():
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"{store} is a store of versions, and what a register keeps would lie among them; "
-                "give the register a folder of its own",
+                f"{store} is a store of versions; give the register its own folder",
             )
 
 

@@ -154,9 +154,11 @@ class Compactor:
         self._slots.end_lease(slot)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, WeightSyncError):
-            logger.warning("version %d stays a delta for now: %s", record.version, error.message)
+            logger.warning(
+                "version %d could not be stored in full yet: %s", record.version, error.message
+            )
         elif error is not None:
-            logger.error("the fold of version %d failed", record.version, exc_info=error)
+            logger.error("storing version %d in full failed", record.version, exc_info=error)
         if record.base is None:
             logger.debug(
                 "version %d is kept in full now", record.version, extra=event("version.folded")

@@ -197,9 +197,9 @@ class Materializer:
         if header != DeltaHeader(index, header.base_content_digest, layout.signature):
             raise WeightSyncError(
                 Reason.SHARD_INVALID,
-                f"the delta in shard {index} tells that it is shard {header.shard} of layout "
-                f"{header.layout_digest}, the base has layout {layout.signature}; push the version "
-                "in full",
+                f"the delta in shard {index} says that it is shard {header.shard} of layout "
+                f"{header.layout_digest}, but the base has layout {layout.signature}; push the "
+                "version in full",
             )
         return header.base_content_digest, DeltaShard(entry, source, touches), changes
 

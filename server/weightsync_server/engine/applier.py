@@ -196,7 +196,7 @@ class Applier:
             else:
                 raise WeightSyncError(
                     Reason.ENGINE_AWAY,
-                    "engines of this host begin to serve all the time; apply again",
+                    "apply again: engines of this host kept starting to serve",
                     retry_after_s=1.0,
                 )
             yield group
@@ -268,7 +268,7 @@ class Applier:
             record = self._model.table.find(applier.supervisor.served.live)
             if record is not None and record.in_place:
                 written[applier.name] = record
-            why = "a rollback was asked for, which does not wait for it"
+            why = "a rollback was asked for, which does not wait for this apply"
             applier.supervisor.checks.break_off(why)
         async with self._taken(request.engine, None, apply_id=_new_apply()) as group:
             kind = pb.RollbackResponse
@@ -450,8 +450,8 @@ def _without_key(plan: CutoverPlan) -> CutoverPlan:
 def _rejected(record: VersionRecord) -> WeightSyncError:
     return WeightSyncError(
         Reason.VERSION_REJECTED,
-        f"version {record.version} is rejected ({record.rejected_reason}); "
-        "set clear_rejected to apply it all the same",
+        f"version {record.version} is rejected ({record.rejected_reason}); set clear_rejected to "
+        "apply it anyway",
     )
 
 

@@ -70,11 +70,11 @@ class ApplyHistory:
             return
         except OSError as error:
             logger.warning(
-                "%s cannot be read, so the history of applies begins anew: %s", path, error
+                "%s cannot be read, so the history of applies starts empty: %s", path, error
             )
             return
         if self._lines is None:
-            logger.warning("%s has damaged lines, which are left out of the history", path)
+            logger.warning("%s has damaged lines, which the history skips", path)
         self._records = found
 
     async def close(self) -> None:
@@ -141,7 +141,7 @@ class ApplyHistory:
                 if not self._refused:
                     logger.warning(
                         "the history of applies is not written to %s (%s); applies go on, and it "
-                        "is written with the next one that the disk takes",
+                        "is written again with the next apply",
                         path,
                         error.strerror or error,
                     )

@@ -19,8 +19,8 @@ def untold(states: Sequence[RankState]) -> str:
     if not silent:
         return ""
     return (
-        f"read in vLLM's log why rank {', '.join(silent)} does not say who can write its memory, "
-        "and restart vLLM if it goes on; it is asked again"
+        f"check vLLM's log: rank {', '.join(silent)} does not report who can write its memory; "
+        "the server asks it again; restart vLLM if this repeats"
     )
 
 
@@ -33,8 +33,8 @@ def still_writing(states: Sequence[RankState]) -> str:
     found = sorted(holders - {0})
     who = f"process {', '.join(map(str, found))}" if found else "the trainer"
     return (
-        f"end {who}, or let it go on if it is stopped: it can still write the engine's memory in "
-        "a block that is over, and nothing is served until it has let go of that"
+        f"end {who}, or continue it if it is suspended: it can still write the engine's memory "
+        "after its block ended, and nothing is served until it has released that memory"
     )
 
 

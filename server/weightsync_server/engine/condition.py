@@ -123,9 +123,9 @@ class EngineCondition:
         """Return the refusal of a call for an engine that does not serve, with what to do."""
         if self.state == pb.ENGINE_STATE_FENCED:
             remedy = (
-                "restart vLLM with what the reason asks for"
+                "restart vLLM with what the reason names"
                 if self.refused
-                else f"the server tries again every {retry_s:g} s; restart vLLM if it stays"
+                else f"the server tries again every {retry_s:g} s; restart vLLM if this persists"
             )
             return WeightSyncError(
                 Reason.ENGINE_FENCED, f"the engine is fenced ({self.reason}); {remedy}"

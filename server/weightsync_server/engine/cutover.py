@@ -63,8 +63,8 @@ def _cut_short() -> Iterator[None]:
     except OSError as error:
         raise WeightSyncError(
             Reason.ENGINE_AWAY,
-            f"the apply was cut short in its pause ({error.strerror or error}); every rank is "
-            "asked what it holds, and GetStatus tells what the engine serves",
+            f"the apply was interrupted during its pause ({error.strerror or error}); the server "
+            "asks every rank which version it holds; see GetStatus for what the engine serves",
             retry_after_s=1.0,
         ) from error
 
@@ -193,7 +193,7 @@ class Cutover:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
                 f"every rank holds version {current.record.version}, but the resume was not "
-                f"confirmed ({error.message}); GetStatus tells what the engine serves",
+                f"confirmed ({error.message}); see GetStatus for what the engine serves",
                 retry_after_s=1.0,
             ) from error
 
@@ -220,7 +220,7 @@ class Cutover:
             self.compared_all, self.at_fault = result.compared_all, True
             raise _restored(base, failures)
         if failures or serves != target.digest:
-            await self._fence(failures or ["the ranks did not tell one version"])
+            await self._fence(failures or ["the ranks reported different versions"])
         self._count(target, result)
         result.paused_s = max(rank.switch_s for rank in result.ranks)
 
@@ -250,11 +250,14 @@ class Cutover:
 
     def _refuse_second(self, cause: ApplyCause) -> None:
         if cause.key and self._journal.answered(cause.key) is not None:
-            logger.critical("invariant idempotent: a call that was answered is carried out again")
+            logger.critical(
+                "invariant idempotent is violated: a call that was already answered is carried "
+                "out again"
+            )
             self._metrics.violate("idempotent")
             raise WeightSyncError(
                 Reason.FAULT,
-                "this call was answered already, and nothing was done again; repeat it",
+                "this call was already answered, and nothing was repeated; call again",
             )
 
     def _bounded(
@@ -278,8 +281,8 @@ class Cutover:
                 # The lease ran out before the commit came, and nothing was written.
                 raise WeightSyncError(
                     Reason.ENGINE_AWAY,
-                    "the engine went on with what it served before the commit reached it "
-                    f"({error.message}); apply again",
+                    "apply again: the engine resumed the previous version before the commit "
+                    f"reached it ({error.message}); apply again",
                     retry_after_s=1.0,
                 ) from error
             return [error.message]
@@ -317,6 +320,6 @@ class Cutover:
             reason = f"{reason}; {error.message}"
         raise WeightSyncError(
             Reason.ENGINE_FENCED,
-            f"the engine is fenced, it serves nothing: {reason}; the server tries to place the "
-            "live version again, else restart vLLM",
+            f"the engine is fenced and serves nothing: {reason}; the server keeps trying to "
+            "restore the live version; restart vLLM if that does not help",
         )

@@ -203,8 +203,8 @@ def _check_loaded(session: EngineSession, record: VersionRecord) -> None:
     if loads is not None and not loads.resident(record.content_digest):
         raise WeightSyncError(
             Reason.ENGINE_REFUSED,
-            f"version {record.version} is not loaded beside the live weights, so that nothing "
-            "tells what it would be there; apply it, or verify the live version",
+            f"version {record.version} is not loaded beside the live weights, so its result there "
+            "cannot be checked; apply it, or verify the live version",
         )
 
 

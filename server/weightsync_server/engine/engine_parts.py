@@ -35,7 +35,7 @@ async def answered(call: Awaitable[_T], seconds: float, what: str) -> _T:
         # Not known whether it was done: the ranks are asked before anything else.
         raise WeightSyncError(
             Reason.ENGINE_AWAY,
-            f"vLLM did not answer a {what} within {seconds:g} s; look at its log and apply again",
+            f"vLLM did not answer a {what} within {seconds:g} s; check its log, then apply again",
         ) from None
 
 
@@ -135,7 +135,7 @@ class ServingTime:
         if (self.permitted_s(record) or 0.0) < lease_s:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "the engine was not let serve in time; it is asked again what it may",
+                "the engine was not allowed to serve in time; the server asks again whether it may",
                 retry_after_s=1.0,
             )
         yield lease_id
@@ -150,7 +150,7 @@ class ServingTime:
             yield lease.lease_id
         except BaseException:
             with contextlib.suppress(WeightSyncError):
-                await engine.fence("it was not let serve what it holds")
+                await engine.fence("it was not allowed to serve what it holds")
             raise
 
     def check(self, engine: str, info: EngineInfo) -> EngineInfo:
@@ -158,8 +158,8 @@ class ServingTime:
         if self.left_s is None or LIMITS_SERVING in info.capabilities:
             return info
         warning = (
-            "the plugin in vLLM does not know max_age_s, so that it serves on when this server is "
-            "dead or frozen; install the same weightsync release on both sides"
+            "the plugin in vLLM does not support max_age_s, so it keeps serving when this server "
+            "is dead or frozen; install the same weightsync release on both sides"
         )
         logger.warning("engine %s: %s", engine, warning)
         return replace(info, warnings=(*info.warnings, warning))

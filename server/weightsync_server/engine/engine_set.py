@@ -46,7 +46,9 @@ def check_engines(engines: list[str]) -> list[str]:
                 f"unix:/run/engine.sock, not {engine!r}"
             )
         if engine in _ALONE and len(engines) > 1:
-            raise ValueError(f"engine {engine} goes with no other; name it alone, or sockets only")
+            raise ValueError(
+                f"name engine {engine} alone, or only sockets: it cannot be combined with others"
+            )
     names = Counter(map(engine_name, engines))
     twice = next((name for name, count in names.items() if count > 1), "")
     if twice:
@@ -139,10 +141,10 @@ class EngineSet:
     def named(self, name: str) -> list[EngineApplier]:
         """Return the engine with a name, or all if it is empty; never none."""
         if not self._appliers:
-            where = f"no socket lies in {self._folder}" if self._folder else "--engine is none"
+            where = f"there is no socket in {self._folder}" if self._folder else "--engine is none"
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                f"this server has no engine ({where}); start one, or ask a server that has",
+                f"this server has no engine ({where}); start one, or ask a server that has one",
             )
         if not name:
             return list(self._appliers.values())
@@ -161,9 +163,9 @@ class EngineSet:
             try:
                 await self._look()
             except WeightSyncError as error:
-                logger.warning("engines are not looked for: %s", error.message)
+                logger.warning("cannot look for engines: %s", error.message)
             except Exception:
-                logger.exception("engines are looked for anew")
+                logger.exception("the search for engines failed, and is started again")
             await asyncio.sleep(_LOOK_S)
 
     async def _look(self) -> None:
@@ -180,7 +182,7 @@ class EngineSet:
             self._found.add(name)
             applier.supervisor.start()
         for name in sorted(self._found - sockets.keys() - self._leaving.keys()):
-            logger.info("engine %s is gone", name, extra=event("engine.gone", engine=name))
+            logger.info("engine %s was removed", name, extra=event("engine.gone", engine=name))
             # An apply that has it ends first; one that comes back under its name waits for that.
             self._leaving[name] = asyncio.create_task(self._leave(name), name=f"leave {name}")
 
@@ -188,8 +190,8 @@ class EngineSet:
         """Name sockets that are no engine's, each once while it is there."""
         for path in sorted(passed_over - self._passed_over):
             logger.warning(
-                "%r is taken for no engine; name it with 1 to 64 letters, digits and . _ - before "
-                "%s, unlike the others",
+                "%r is not used as an engine; name it with 1 to 64 letters, digits and . _ - "
+                "before %s, unlike the others",
                 path,
                 SUFFIX,
             )

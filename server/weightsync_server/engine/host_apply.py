@@ -187,7 +187,9 @@ class JournalLedger:
                 if self._fleet_s is None:
                     raise
                 # Others have decided: nothing goes on, or back, before the disk has it.
-                logger.critical("the engines stand still until a decision is written: %s", error)
+                logger.critical(
+                    "the engines stay paused until a decision can be written: %s", error
+                )
             await asyncio.sleep(_WRITE_AGAIN_S)
 
     async def ended(self) -> dict[str, pb.ApplyReport]:
@@ -221,8 +223,8 @@ async def _caught(work: Awaitable[None]) -> list[str]:
     except WeightSyncError as error:
         return [error.message]
     except Exception:
-        logger.exception("engines that go together go back")
-        return ["a fault in the server; its log tells why"]
+        logger.exception("the engines of this apply return to their previous version")
+        return ["a fault in the server; see its log"]
     return []
 
 
@@ -292,10 +294,10 @@ async def _put_back(
             await _live_again(one)
         except Exception as error:
             why = error.message if isinstance(error, WeightSyncError) else "a fault in the server"
-            logger.critical("engine %s is not put back", one.member.name, exc_info=True)
+            logger.critical("engine %s could not be restored", one.member.name, exc_info=True)
             left += (
                 f"; engine {one.member.name} stays on version {one.plan.target.record.version}, "
-                f"for it could not be put back ({why})"
+                f"because it could not be rolled back ({why})"
             )
         else:
             back[one.member.name] = one.plan
@@ -354,8 +356,8 @@ def _first_failure(
     try:
         return _failure(_errors(names, outcomes))
     except Exception:
-        logger.exception("engines that went before are put back")
-        return WeightSyncError(Reason.FAULT, "a fault in the server; its log tells why")
+        logger.exception("the engines that were already updated are rolled back")
+        return WeightSyncError(Reason.FAULT, "a fault in the server; see its log")
 
 
 def _errors(
@@ -554,8 +556,8 @@ def check_base(base: VersionRecord, members: Sequence[LocalEngine]) -> None:
         if live.content_digest != base.content_digest:
             raise WeightSyncError(
                 Reason.VERSION_CONFLICT,
-                f"send the update again: version {live.version} is live on engine {one.name}, and "
-                f"the tensors that this update lacks would be those of version {base.version}",
+                f"send the update again: version {live.version} is live on engine {one.name}, so "
+                f"the tensors that this update leaves out would be those of version {base.version}",
             )
 
 
@@ -598,8 +600,8 @@ def check_ways(
     if spec.mode == BETWEEN_STEPS and len(members) > 1 and not rolling:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            "engines that change between two steps cannot wait for each other; use order "
-            "ROLLING, or another pause mode",
+            "use order ROLLING, or another pause mode: engines that change weights between two "
+            "steps cannot wait for each other",
         )
 
 

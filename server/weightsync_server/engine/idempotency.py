@@ -68,7 +68,8 @@ class Calls:
         if len(self._running) >= _MAX_WAITING:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
-                f"{_MAX_WAITING} calls wait for the engine already; wait for them",
+                f"{_MAX_WAITING} calls are already waiting for the engine; try again when "
+                "they are answered",
                 retry_after_s=1.0,
             )
         task = asyncio.create_task(start())

@@ -252,7 +252,7 @@ def disk_errors_logged() -> Iterator[None]:
     try:
         yield
     except (OSError, WeightSyncError) as error:
-        logger.critical("what is live is not written down yet: %s", error)
+        logger.critical("could not record the live version yet: %s", error)
 
 
 class Journal:

@@ -42,13 +42,13 @@ CHECK_S = 60.0
 
 
 #: What nobody is known to have done.
-_DAMAGED = "live parameters do not hold the version; it is placed again"
+_DAMAGED = "live parameters do not match the version; it is being restored"
 
 
 def _outside(version: int, names: Sequence[str]) -> str:
     return (
-        f"a trainer that is attached has written {', '.join(names)} outside a transaction; version "
-        f"{version} is placed again"
+        f"an attached trainer wrote {', '.join(names)} outside a transaction; version {version} "
+        "is being restored"
     )
 
 

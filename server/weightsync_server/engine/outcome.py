@@ -43,9 +43,9 @@ class PreparedVersion:
             if report.unlike:
                 raise WeightSyncError(
                     Reason.DATA_CORRUPT,
-                    f"rank {report.rank} has other bytes of {', '.join(report.unlike)} on its "
-                    "device than the server in shared memory; apply again, and have a look at the "
-                    "GPU if it stays so",
+                    f"rank {report.rank} has different bytes of {', '.join(report.unlike)} on its "
+                    "device than the server has in shared memory; apply again, and check the GPU "
+                    "if this repeats",
                 )
 
     def check_cache(self, spec: PauseSpec) -> None:
@@ -54,9 +54,9 @@ class PreparedVersion:
             if report.reads_cache_otherwise and not spec.clear_cache:
                 raise WeightSyncError(
                     Reason.ENGINE_UNSUPPORTED,
-                    f"use pause.cache RECOMPUTE: version {self.record.version} has other scales of "
-                    f"the key-value cache than what is live on rank {report.rank}, and what was "
-                    "cached by those would be read by its own",
+                    f"use pause.cache RECOMPUTE: version {self.record.version} has different "
+                    f"scales of the key-value cache than the live version on rank {report.rank}, "
+                    "and cached values would be read with the wrong scales",
                 )
 
     @property

@@ -82,7 +82,7 @@ _HARMLESS = frozenset(
 )
 #: What to do when nothing was written yet. Who commits or switches tells more: it fences.
 _STUCK = (
-    "; vLLM may be stopped or overloaded: look at its log, and call again when GetStatus tells "
+    "; vLLM may be stopped or overloaded: check its log, and call again when GetStatus reports "
     "SERVING"
 )
 
@@ -304,7 +304,7 @@ class Ranks:
         for rank, reply in zip(self.names, replies, strict=True):
             if not reply.get("ok"):
                 why = reply.get("error", "")
-                logger.warning("rank %s keeps memory that nobody needs: %s", rank, why)
+                logger.warning("rank %s keeps memory that is no longer needed: %s", rank, why)
             if not reply.get("ok") or reply.get("busy") or "mapped" not in reply:
                 return None
             mapped.update(map(str, reply["mapped"]))
@@ -345,7 +345,7 @@ class Ranks:
                 raise WeightSyncError(
                     Reason.DEADLINE_EXCEEDED,
                     f"the ranks did not finish {what} within {timeout_s:.3g} s; raise "
-                    "prepare_timeout or look at vLLM's log",
+                    "prepare_timeout, or check vLLM's log",
                 )
             await asyncio.sleep(_POLL_S)
             self._nodes.check(self._changes)
@@ -407,7 +407,7 @@ class Ranks:
             raise WeightSyncError(
                 Reason.FAULT,
                 f"{len(replies)} ranks answered {what}, expected {len(self.names)}; restart vLLM "
-                "if it stays so",
+                "if this repeats",
             )
         return [_own(rank, reply) for rank, reply in zip(self.names, replies, strict=True)]
 

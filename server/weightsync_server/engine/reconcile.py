@@ -141,7 +141,7 @@ class Reconciler:
                 # Measured in the live parameters: every rank claims what it does not hold.
                 self._context.metrics.violate("never_mixed")
         try:
-            with translate_os_errors("placing a version"):
+            with translate_os_errors("restoring a version"):
                 return await self._place(states)
         except WeightSyncError as error:
             if not (self._proving and self._patient) or error.reason in _LASTING:
@@ -181,8 +181,8 @@ class Reconciler:
         digests = {record.content_digest for record in named if record is not None}
         if None not in named and known.content_digest not in digests:
             logger.critical(
-                "invariant crash_safe: every rank holds version %d, which the journal does not "
-                "know of",
+                "invariant crash_safe is violated: every rank holds version %d, which is not in "
+                "the journal",
                 known.version,
             )
             self._context.metrics.violate("crash_safe")
@@ -199,7 +199,7 @@ class Reconciler:
             if overruled(self._journal, self._model.table, current.record):
                 raise WeightSyncError(
                     Reason.ENGINE_AWAY,
-                    "the engines of this host have gone on to another version; it is placed now",
+                    "the engines of this host serve a newer version; this engine gets it now",
                 )
             yield
         version = current.record.version
@@ -229,7 +229,9 @@ class Reconciler:
                 # The model cannot take these tensors, however often it is asked.
                 loads = self._session.loads
                 why = str(loads.no_plan) if loads is not None else ""
-                text = f"{error.message}; it has no load plan, for {why}" if why else error.message
+                text = (
+                    f"{error.message}; it has no load plan, because {why}" if why else error.message
+                )
                 raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, text) from error
             raise
 
@@ -310,9 +312,13 @@ class Reconciler:
             if health.state is not EngineState.SERVING:
                 await self._session.resume(None)
         except WeightSyncError as error:
-            logger.warning("the engine does not generate before it is proved: %s", error.message)
+            logger.warning(
+                "the engine does not generate until its weights are verified: %s", error.message
+            )
             return
-        logger.info("the engine generates with what vLLM has loaded, until that is proved")
+        logger.info(
+            "the engine generates with the weights that vLLM loaded while they are verified"
+        )
         self._proving = True
         self._on_proving()
 
@@ -390,7 +396,7 @@ class Reconciler:
 
     async def _adopt(self) -> VersionRecord:
         async with self._offered() as files:
-            logger.info("the engine's checkpoint is read to be a version, files: %d", len(files))
+            logger.info("reading the engine's checkpoint as a version, files: %d", len(files))
             record = await self._model.adoption.adopt(files, 0)
         await self._note_checkpoint(record)
         return record
@@ -431,7 +437,8 @@ def _check_answers(states: Sequence[RankState]) -> None:
     if silent and not _written(states):
         raise WeightSyncError(
             Reason.ENGINE_AWAY,
-            f"rank {silent[0]} does not say what it holds; vLLM's log tells why; it is asked again",
+            f"rank {silent[0]} does not report which version it holds; check vLLM's log for "
+            "the reason; the server asks it again",
         )
 
 
@@ -450,6 +457,6 @@ def _not_copies(current: PreparedVersion) -> WeightSyncError:
     return WeightSyncError(
         Reason.ENGINE_UNSUPPORTED,
         f"the engine's live parameters are not {what} of its checkpoint ({_names(current)}); this "
-        "model cannot be updated in place, unless its files were changed since vLLM loaded them: "
-        "then restart vLLM",
+        "model cannot be updated in place; if its files changed after vLLM loaded them, restart "
+        "vLLM",
     )

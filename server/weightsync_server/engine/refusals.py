@@ -26,7 +26,7 @@ class ContentRefusedError(WeightSyncError):
 
 def asleep() -> WeightSyncError:
     """Return the refusal of everything that needs weights which sleep mode holds."""
-    return WeightSyncError(Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again")
+    return WeightSyncError(Reason.ENGINE_ASLEEP, "wake the engine up, then try again: it is asleep")
 
 
 def of_engine(engine: str, error: WeightSyncError) -> WeightSyncError:
@@ -85,7 +85,7 @@ def refusal(
 
 
 def no_place(names: Sequence[str]) -> WeightSyncError:
-    sentence = "leave out what the model has no place for"
+    sentence = "leave out the tensors that the model does not have"
     return WeightSyncError(
         Reason.ENGINE_REFUSED,
         f"{sentence}{_listed(sentence, names, len(names))}; every rank refused",
@@ -98,7 +98,7 @@ def of_change(error: WeightSyncError, version: int, base: int) -> WeightSyncErro
     return WeightSyncError(
         error.reason,
         f"{error.message}; version {version} is a change of version {base} and has its other "
-        "tensors: where that is at fault, name another with base=, or push all tensors",
+        "tensors: if the base is at fault, name another one with base=, or push all tensors",
         metadata=error.metadata,
     )
 

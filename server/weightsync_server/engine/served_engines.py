@@ -65,9 +65,11 @@ class ServedEngines:
                 "model names what --engine embedded or memory loads: give both or neither"
             )
         if self.folder and self.given and self.given != ["none"]:
-            raise ValueError("engines names a folder of engines: give that, or engine, not both")
+            raise ValueError("give engines, a folder of engines, or engine, not both")
         if self.ranks > 1 and self.given != ["memory"]:
-            raise ValueError("ranks are those of --engine memory; vLLM's come from its own flags")
+            raise ValueError(
+                "leave ranks out: it is only for --engine memory; vLLM has its own flags"
+            )
 
     def names(self, run_dir: Path) -> list[str]:
         """Return those that are there from the start; the default one's socket is in `run_dir`."""

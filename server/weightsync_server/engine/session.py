@@ -126,7 +126,9 @@ class EngineSession:
             reports = await self._ready(lease, ask, timeout_s, digests)
         except BaseException as error:
             if isinstance(error, WeightSyncError) and error.reason is Reason.ENGINE_REFUSED:
-                logger.warning("version %d is not taken: %s", lease.record.version, error.message)
+                logger.warning(
+                    "version %d was not accepted: %s", lease.record.version, error.message
+                )
             # A rank may still be at work on it, and would refuse the next prepare.
             await self.release_prepared()
             raise
@@ -271,7 +273,7 @@ class EngineSession:
         if FENCES_ON_EXPIRY not in self.info.capabilities:
             raise WeightSyncError(
                 Reason.ENGINE_UNSUPPORTED,
-                "the plugin in vLLM would resume when a pause runs out, and this apply needs it to "
+                "the plugin in vLLM resumes when a pause times out, but this apply needs it to "
                 "fence; install the same weightsync release on both sides",
             )
 
@@ -368,7 +370,7 @@ class EngineSession:
             await self.ranks.release(keep, QUICK_S)
         except WeightSyncError as error:
             # Memory of the workers only; the next release drops it as well.
-            logger.warning("the ranks keep what they prepared for now: %s", error.message)
+            logger.warning("the ranks could not release what they prepared yet: %s", error.message)
 
 
 def _need(reports: Sequence[Report]) -> str:

@@ -251,7 +251,8 @@ class EngineSupervisor:
             except OSError as error:
                 if not only_asks or session.ranks.may_write:
                     self.suspect(
-                        "a fault of this host in an apply: every rank is asked what it holds"
+                        "this host failed during an apply; the server asks every rank which "
+                        "version it holds"
                     )
                 raise write_fault(error, "the apply") from error
             except BaseException as error:
@@ -286,7 +287,9 @@ class EngineSupervisor:
         if health.sleeping:
             raise asleep()
         if health.engine_id != session.info.engine_id or health.state is not EngineState.SERVING:
-            self._condition.set(pb.ENGINE_STATE_RECONCILING, "it is not as it was")
+            self._condition.set(
+                pb.ENGINE_STATE_RECONCILING, "the engine restarted or changed state"
+            )
             self._wake.set()
             raise self._condition.unavailable(_RETRY_S)
         return session
@@ -305,9 +308,7 @@ class EngineSupervisor:
                 logger.exception("the engine could not be reconciled")
                 with contextlib.suppress(WeightSyncError):
                     await self.engine.fence("a fault in the server")
-                self._condition.set(
-                    pb.ENGINE_STATE_FENCED, "a fault in the server; its log tells why"
-                )
+                self._condition.set(pb.ENGINE_STATE_FENCED, "a fault in the server; see its log")
                 pause = _RETRY_S
             # Not wait_for: it swallows a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):
@@ -332,7 +333,7 @@ class EngineSupervisor:
         if self._condition.state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
             # The engines of this host may have gone on together without this one.
             if (proved := self.proved) and overruled(self.journal, self._model.table, proved):
-                self.suspect("another version was decided for this host; it is placed")
+                self.suspect("the fleet decided another version for this host; it is being applied")
                 return 0.0
             if self._session is not None:
                 await self._use_ranks(self._session, sleeping=health.sleeping)

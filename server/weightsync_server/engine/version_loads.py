@@ -224,8 +224,8 @@ class LoadScheduler:
         where = [f" (rank {x.rank}: {x.phase}, {x.percent} %)" for x in order[:1]]
         return WeightSyncError(
             Reason.DEADLINE_EXCEEDED,
-            f"version {self.version} is still being loaded{''.join(where)}; it goes on, apply "
-            "again or raise prepare_timeout",
+            f"version {self.version} is still being loaded{''.join(where)}; loading continues: "
+            "apply again, or raise prepare_timeout",
             retry_after_s=1.0,
         )
 
@@ -281,7 +281,7 @@ class LoadScheduler:
             if clock.monotonic() - looked >= _LOOK_S:
                 looked = clock.monotonic()
                 if await self._look() is EngineLiveness.LEFT:
-                    raise WeightSyncError(Reason.ENGINE_AWAY, "vLLM left in the middle of a load")
+                    raise WeightSyncError(Reason.ENGINE_AWAY, "vLLM exited during a load")
             loads = self._ranks.read_loads(ticket)
             failed = next((x.report for x in loads if x.report and x.report.phase != "ready"), None)
             if failed is not None:

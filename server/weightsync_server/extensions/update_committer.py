@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 #: How often it is looked whether there is an engine to watch, seconds.
 _LOOK_S = 0.5
-_FAULT = "a fault in the server; its log tells why"
+_FAULT = "a fault in the server; see its log"
 
 
 class UpdateCommitter:
@@ -61,7 +61,7 @@ class UpdateCommitter:
                 except WeightSyncError as error:
                     logger.debug("weight updates are not watched: %s", error.message)
                 except Exception:
-                    logger.exception("weight updates are watched anew")
+                    logger.exception("watching weight updates failed, and is started again")
             await asyncio.sleep(_LOOK_S)
 
     async def _answer(self, feed: UpdateFeed, update: WaitingUpdate) -> None:
@@ -83,7 +83,7 @@ class UpdateCommitter:
         self._applier.refuse_in_fleet("apply")
         base = self._base() if update.partial else None
         record = await self._commit(feed, update, base)
-        logger.info("version %d came over %s", record.version, update.backend)
+        logger.info("version %d arrived over %s", record.version, update.backend)
         request = pb.ApplyVersionRequest(
             model=record.model, version=record.version, idempotency_key=update.update_id
         )
@@ -126,6 +126,6 @@ class UpdateCommitter:
         if not live:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                "the engine serves no version whose other tensors could stay; send all of them",
+                "send all tensors: the engine serves no version whose other tensors could be kept",
             )
         return self._model.table.get(live)

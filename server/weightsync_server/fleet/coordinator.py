@@ -229,8 +229,9 @@ class Coordinator:
         except TimeoutError:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                f"call again once the register takes writes: it has taken none for {_ABORT_S:g} s, "
-                "and may yet take this one; is it full, or without a majority? Its own log says",
+                "call again once the register accepts writes: it has accepted none for "
+                f"{_ABORT_S:g} s, and may still accept this one; check its log: it may be full or "
+                "lack a majority",
             ) from None
 
     async def _abort(self, reason: str) -> Outcome | None:
@@ -297,9 +298,9 @@ class Coordinator:
             # Nobody to wait for is not all that there are. Another apply is the newest one.
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
-                f"put {roster_prefix(plan.nonce)} back as it was, or call `weightsync fleet abort` "
-                f"for each apply down to {plan.number}, the newest one first, and begin another: "
-                f"who takes part in apply {plan.number} cannot be read",
+                f"restore {roster_prefix(plan.nonce)}, or call `weightsync fleet abort` for each "
+                f"apply down to {plan.number}, the newest one first, and begin another: the "
+                f"members of apply {plan.number} cannot be read",
             )
         reports = await self._reports(apply)
         present = frozenset(await self._present())
@@ -347,7 +348,8 @@ class Coordinator:
         if not waves:
             raise WeightSyncError(
                 Reason.SERVER_AWAY,
-                "no member is in the fleet's register; start them with --fleet and this register",
+                "start the members of the fleet with --fleet and this register: none is in "
+                "the fleet's register",
             )
         number = await self._free_number(history)
         plan = make(
@@ -392,7 +394,7 @@ class Coordinator:
             name, why = min(self._refusals.items())
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
-                f"nothing is planned or ended, for {name} takes part in nothing: {why}",
+                f"nothing is planned or ended, because {name} takes no part: {why}",
             )
 
     async def _write(self, plan: DecisionPlan) -> None:
@@ -436,7 +438,7 @@ class Coordinator:
                 raise _busy(plan.number, f" (to version {plan.target.number}, {far})")
             # What a register that was put back says of it may not be all that there was.
             await self._heed()
-            reason = "its coordinator is gone, and another apply waits"
+            reason = "its coordinator has exited, and another apply is waiting"
             given = (plan.number, running.step, Verdict.ABORT, self._name, reason, plan.nonce)
             await decide(self._coordination, *given)
             await asyncio.sleep(_RETRY_S)
@@ -449,7 +451,7 @@ class Coordinator:
         if not found:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
-                f"apply {number} was overtaken by many others and is not known any more; see "
+                f"apply {number} is older than the applies that are still recorded; see "
                 "`weightsync fleet status`",
             )
         (apply,) = found
@@ -466,7 +468,7 @@ class Coordinator:
                 newest = (await self._read()).seen.number
                 if newest > plan.number:
                     # Members say nothing more of this one.
-                    reason = f"overtaken by apply {newest} before all were seen to be live"
+                    reason = f"superseded by apply {newest} before all members were confirmed live"
                     break
                 if clock.monotonic() >= end:
                     break
@@ -475,7 +477,7 @@ class Coordinator:
         try:
             await compact(self._coordination, await self._reader.read())
         except WeightSyncError as error:
-            logger.warning("old applies stay in the register for now: %s", error)
+            logger.warning("old applies could not be removed from the register yet: %s", error)
         return Outcome(plan.number, verdict, plan.target, reason, tuple(lagging))
 
     async def _reports(self, apply: Apply) -> Reports:
@@ -510,8 +512,7 @@ class Coordinator:
         if permanent and permanent != self._warned:
             self._warned = permanent
             logger.warning(
-                "%s: no member's, for nobody renews it, and waited for by nobody; remove it from "
-                "%s",
+                "%s belongs to no running member and is ignored; remove it from %s",
                 ", ".join(sorted(permanent)),
                 self._coordination.url,
             )

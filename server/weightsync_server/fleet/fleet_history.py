@@ -204,19 +204,19 @@ class History:
         """Return what was read before and is not so here; "": nothing."""
         number, found = seen.number, [one for one in self.applies if one.plan.number == seen.number]
         if self.number < number:
-            return f"its newest apply is {self.number}, and {number} was read before"
+            return f"its newest apply is {self.number}, but {number} was read before"
         if not found:
             # What was decided against, or is below the floor, is removed.
             unread = {*self.hidden, self.unreadable_number}
             gone = seen.verdict == Verdict.COMMIT and self.floor <= number not in unread
-            return f"apply {number} was committed, and is gone" if gone else ""
+            return f"apply {number} was committed, but its record is missing" if gone else ""
         (one,) = found
         if seen.nonce and one.plan.nonce != seen.nonce:
-            return f"its apply {number} is another one than was read before"
+            return f"its apply {number} differs from the one that was read before"
         fewer = one.decisions.count(Verdict.COMMIT) < seen.decisions.count(Verdict.COMMIT)
         if (seen.verdict and one.outcome != seen.verdict) or fewer:
             what = f"{seen.verdict} was" if seen.verdict else "more was"
-            return f"{what} decided in apply {number}, and is not any more"
+            return f"{what} decided in apply {number}, and no longer is"
         return ""
 
     @property
@@ -446,14 +446,12 @@ def _naming(key: str, *, decided: bool) -> Iterator[None]:
         if error.reason is not Reason.DATA_CORRUPT:
             raise
         way = (
-            "have the fleet go to a version by `weightsync fleet apply VERSION --order barrier`"
+            "apply a version to the fleet with `weightsync fleet apply VERSION --order barrier`"
             if decided
             else "end this apply by `weightsync fleet abort` and begin another"
         )
         what = error.message.partition(";")[0]
-        raise WeightSyncError(
-            error.reason, f"put {key} back as it was, or {way}: {what}"
-        ) from error
+        raise WeightSyncError(error.reason, f"restore {key}, or {way}: {what}") from error
 
 
 def _apply(number: int, parts: Mapping[str, bytes], roster: Mapping[str, bytes] | None) -> Apply:
@@ -470,7 +468,9 @@ def _apply(number: int, parts: Mapping[str, bytes], roster: Mapping[str, bytes] 
             expected = len(verdicts) + 1
             if verdict[0] is Verdict.COMMIT and step > expected:
                 with _naming(decision_key(number, expected), decided=decided):
-                    raise WeightSyncError(Reason.DATA_CORRUPT, f"it is gone, and {key} is there")
+                    raise WeightSyncError(
+                        Reason.DATA_CORRUPT, f"it no longer exists, but {key} does"
+                    )
             verdicts.append(verdict)
     if roster is not None:
         with _naming(roster_prefix(plan.nonce), decided=decided):

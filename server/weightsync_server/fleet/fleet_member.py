@@ -116,7 +116,7 @@ class MemberView:
         if not self.presence.counts:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                "the fleet's register answers too late to act on it; it is asked again",
+                "the fleet's register answered too late; the server asks it again",
             )
 
     async def run(self) -> None:
@@ -201,7 +201,7 @@ class MemberView:
         await self._look_for_coordinator(history)
         if strays := history.foreign.difference(before.foreign if before else ()):
             logger.warning(
-                "%s: no key of a fleet, and counts for nothing; remove it from %s",
+                "%s is not a key of a fleet and is ignored; remove it from %s",
                 ", ".join(sorted(map(repr, strays))[:5]),
                 self._coordination.url,
             )
@@ -242,7 +242,7 @@ class MemberView:
 
 
 def _fault(error: Exception) -> str:
-    return f"a fault of this server ({error!r:.200}); its log has it: report it"
+    return f"this server failed ({error!r:.200}); report this fault with its log"
 
 
 #: The longest wait until the host is looked at again, and for an answer of the register; seconds.
@@ -329,7 +329,7 @@ class FleetMember:
                 group.create_task(self._read(), name="fleet reader")
                 await self._follow()
         except Exception:
-            await self._until_done(Fence("this server's part in its fleet failed; see its log"))
+            await self._until_done(Fence("this server's part in its fleet failed; check its log"))
             raise
         finally:
             # Who runs it anew is seen again.
@@ -460,7 +460,8 @@ class FleetMember:
                 await call
         except TimeoutError:
             raise WeightSyncError(
-                Reason.DEADLINE_EXCEEDED, "the fleet's register did not answer; it is asked again"
+                Reason.DEADLINE_EXCEEDED,
+                "the fleet's register did not answer; the server asks it again",
             ) from None
 
     async def _is_preparing(self, step: Step) -> bool:
@@ -573,8 +574,9 @@ class FleetMember:
             self.view.look()
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "this host stood still, or without its fleet's register, for so long that the "
-                "fleet may have decided without it; it asks before it serves",
+                "this host was suspended or could not reach its fleet's register for so long "
+                "that the fleet may have decided without it; it asks the register before it "
+                "serves",
                 retry_after_s=1.0,
             )
         return self.view.presence.left_s
@@ -588,7 +590,7 @@ class FleetMember:
             await self._journal.stop(0)
         except WeightSyncError as error:
             # A barrier has written it down before: what is lost is why it served nothing.
-            logger.warning("that is not written down: %s", error)
+            logger.warning("that could not be recorded: %s", error)
         await self.host.fence(reason)
         self._state = replace(self._state, mode=HostMode.FENCED, unasked=False, prepared=None)
 

@@ -77,8 +77,8 @@ def check_member(name: str, of: str = "member") -> str:
     if not _NAME.fullmatch(name):
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"{name[:80]!r} is no name of a {of}; use up to 64 letters, digits, '.', '_' and "
-            "'-', the first a letter or a digit",
+            f"{name[:80]!r} is not a valid name of a {of}; use up to 64 letters, digits, '.', '_' "
+            "and '-', the first a letter or a digit",
         )
     return name
 
@@ -200,8 +200,8 @@ def decode_report(data: bytes, nonce: str = "") -> ParticipantReport:
 
 #: What stands where something is said of another plan.
 ANOTHER = (
-    "apply again: the register has a record of another plan of this number, as one that was put "
-    "back has"
+    "apply again: the register has a record of another plan with this number, as a restored "
+    "register has"
 )
 
 
@@ -543,7 +543,7 @@ class MemberPresence:
         self.heeded_at, self.vetoed = clock.boottime(), ""
         if found := refusals(others):
             name, why = min(found.items())
-            self.vetoed = f"this host begins nothing, for {name} has read more: {why}"
+            self.vetoed = f"this host starts nothing, because {name} has read a newer state: {why}"
             raise WeightSyncError(Reason.DATA_CORRUPT, self.vetoed)
 
     async def found(self) -> bytes | None:

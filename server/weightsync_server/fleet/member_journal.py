@@ -44,16 +44,17 @@ class MemberJournal:
         except (ValueError, LookupError, TypeError, ArithmeticError, IsADirectoryError) as error:
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
-                f"remove {path} once `weightsync fleet status` says at another member what is to "
-                f"be served: it is damaged ({error}), so that it is not known whether this host "
-                "may serve",
+                f"remove {path} once `weightsync fleet status` at another member shows what "
+                f"should be served: the file is damaged ({error}), so this host cannot know "
+                "whether it may serve",
             ) from error
 
         if other != fleet:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
                 f"start this server with --fleet {other}, or remove {path} if this host is no "
-                f"member of that fleet any more: it says what was decided there, not in {fleet}",
+                "longer a member of that fleet: the file records the decisions of that fleet, "
+                f"not of {fleet}",
             )
 
     def check(self, history: History) -> None:
@@ -66,10 +67,10 @@ class MemberJournal:
     def refusal_of(self, why: str) -> str:
         """Return what is said of a register that lacks something, with what is to be done."""
         return (
-            f"this member does not follow the register: it was emptied or put back, for {why}; "
-            f"bring its newest state back; or, if that is lost, stop all that refuse, remove "
-            f"{self._path} here, start them, which brings them to what the register says, and "
-            "apply again what they serve now"
+            "restore the newest state of the register: it was emptied or restored from an older "
+            f"copy ({why}), so this member does not follow it; if that state is lost, stop all "
+            f"members that refuse, remove {self._path} here and start them, so that they follow "
+            "the register, then apply again the version that they serve now"
         )
 
     async def stop(self, number: int) -> None:

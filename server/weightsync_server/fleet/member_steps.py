@@ -136,17 +136,19 @@ def next_step(state: MemberState, history: History | None, max_skew: int = 1) ->
     """
     if state.undecided and state.mode is HostMode.PAUSED:
         why = history.unreadable if history is not None else ""
-        untold = "the decision on a barrier could not be learnt in time; it is asked for still"
+        untold = "the decision on a barrier could not be read in time; the server keeps asking"
         return Fence(why or untold)
     if state.stale and state.may_serve:
         return Fence("the fleet's register was not read for longer than max_age_s; check it")
     if state.displaced and (state.unasked or state.mode is not HostMode.FENCED):
-        return Fence(f"another server is member {state.name} now; give each --fleet-member a name")
+        return Fence(
+            f"give each --fleet-member its own name: another server is member {state.name} now"
+        )
     if history is None or state.stale or state.displaced:
         return Wait()
     if history.unreadable_commits and state.may_serve:
         number = history.unreadable_number
-        return Fence(f"apply {number} was decided, and cannot be read: {history.unreadable}")
+        return Fence(f"apply {number} was decided, but cannot be read: {history.unreadable}")
     if history.unreadable:
         behind = state.live is not None and _is_behind(state, history, max_skew)
         # Nor does anybody go back while this is so.
@@ -184,7 +186,7 @@ def _is_behind_in(state: MemberState, history: History, apply: Apply, max_skew: 
     return hidden or _is_behind(state, known, max_skew)
 
 
-def _left_behind(target: FleetVersion | None, then: str = "goes to it first") -> Fence:
+def _left_behind(target: FleetVersion | None, then: str = "applies it first") -> Fence:
     decided = f"version {target.number}" if target is not None else "another version"
     return Fence(f"{decided} was decided; this host {then}")
 
@@ -192,7 +194,7 @@ def _left_behind(target: FleetVersion | None, then: str = "goes to it first") ->
 def _left_behind_in(apply: Apply) -> Fence:
     if apply.plan.order is ApplyOrder.ROLLING:
         return _left_behind(apply.plan.previous)
-    then = "serves nothing until the barrier that runs is decided"
+    then = "serves nothing until the running barrier is decided"
     return _left_behind(apply.plan.previous, then)
 
 
@@ -213,7 +215,7 @@ def _has_come(state: MemberState, apply: Apply) -> bool:
 def _take_part(state: MemberState, history: History, apply: Apply) -> Step:
     plan = apply.plan
     if state.alone:
-        return Abort(plan.number, apply.step, "its coordinator is gone", plan.nonce)
+        return Abort(plan.number, apply.step, "its coordinator has exited", plan.nonce)
     if state.ill and (plan.number, ApplyPhase.PREPARED) not in state.said:
         report = ParticipantReport(ok=False, reason=state.ill)
         return ReportPhase(plan.number, ApplyPhase.PREPARED, report, plan.nonce)

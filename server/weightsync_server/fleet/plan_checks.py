@@ -22,14 +22,14 @@ def check_pause(kind: ApplyOrder, pause: PauseSpec | None, undecided_s: float) -
     if pause.mode == BETWEEN_STEPS:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            "members that change between two steps do not stand still for one decision; use order "
-            "ROLLING, or another pause mode",
+            "use order ROLLING, or another pause mode: members that change weights between two "
+            "steps do not pause for one decision",
         )
     longest_s = _WAITING * undecided_s
     if pause.mode == "wait" and pause.wait_timeout_s > longest_s:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"a barrier whose members stand still for {undecided_s:g} s at most cannot wait "
+            f"a barrier whose members stay paused for at most {undecided_s:g} s cannot wait "
             f"{pause.wait_timeout_s:g} s for requests to finish; give pause.wait_timeout up to "
             f"{longest_s:g} s, use order ROLLING, or raise undecided_limit_s",
         )
@@ -100,17 +100,16 @@ def previous_of(
     if history.unreadable:
         raise WeightSyncError(
             Reason.DATA_CORRUPT,
-            "the members hold different versions, or do not tell which, so that nobody knows what "
-            "an apply that fails would go back to; put back what is damaged first, or, where that "
-            "is lost, stop the servers of all but one version and apply again: "
-            f"{history.unreadable}",
+            "the members hold different versions or do not report one, so a failed apply would "
+            "have no version to return to; restore what is damaged first or, if it is lost, stop "
+            f"the servers of all versions but one and apply again: {history.unreadable}",
         )
     if kind is ApplyOrder.ROLLING:
         raise WeightSyncError(
             Reason.NO_ROLLBACK,
             "make the first apply a barrier: nothing was decided for this fleet yet, and its "
-            "members serve different versions, or do not tell which, so that a failed wave could "
-            "not go back",
+            "members serve different versions or do not report one, so a failed wave would have "
+            "no version to return to",
         )
     return None
 

@@ -75,7 +75,8 @@ class HostCutover(TakenHost):
         if self._between:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                "engines that change between two steps do not stand still; use another pause mode",
+                "use another pause mode: engines that change weights between two steps are "
+                "not paused",
             )
         self.stands_still = True
         await self._carry_out(self._pause)
@@ -213,7 +214,7 @@ def _named(record: VersionRecord) -> FleetVersion:
 def _decided_against() -> WeightSyncError:
     return WeightSyncError(
         Reason.APPLY_RESTORED,
-        "the fleet decided against it; see `weightsync fleet status` for the reason",
+        "the fleet decided to abort it; see `weightsync fleet status` for the reason",
     )
 
 
@@ -299,7 +300,7 @@ class LocalHost:
             if self._gate.is_shut:
                 # Its member takes it for one that serves nothing; now it is so, before the version
                 # is waited for.
-                await self._fence_engines(f"this host goes to version {target.number} first")
+                await self._fence_engines(f"this host applies version {target.number} first")
                 await self._check_answered()
             record = await self._find(target)
             if self._gate.is_shut:
@@ -329,7 +330,7 @@ class LocalHost:
         async with self._turn:
             cutover = self._cutover or await self._pause_of_live()
             if cutover is None:
-                await self._stop_serving("this host stands still with its fleet")
+                await self._stop_serving("this host is paused with its fleet")
                 return
             self._cutover = cutover
             try:
@@ -389,7 +390,7 @@ class LocalHost:
     async def reject(self, digest: str, reason: str = "") -> None:
         for record in self._model.table.list():
             if record.content_digest == digest:
-                why = reason or "a rollback of the fleet has left it"
+                why = reason or "the fleet rolled back from it"
                 await reject(self._model.serving, record.version, why)
 
     async def accept(self, digest: str) -> None:
@@ -420,8 +421,8 @@ class LocalHost:
             self._model.table.get(version)
             raise WeightSyncError(
                 Reason.VERSION_NOT_DURABLE,
-                f"version {version} is not committed yet, and a fleet goes to what lasts; wait "
-                "for its push to end",
+                f"version {version} is not committed yet, and a fleet applies only durable "
+                "versions; wait for its push to end",
             )
         return FleetVersion(record.version, record.content_digest)
 
@@ -442,7 +443,7 @@ class LocalHost:
             return
         if cutover.stands_still:
             self._cutover = cutover
-            await self._stop_serving("this host goes to another version")
+            await self._stop_serving("this host is applying another version")
             return
         await cutover.close()
         self._gate.open()
@@ -467,7 +468,7 @@ class LocalHost:
 
     async def _place(self, record: VersionRecord) -> None:
         """Let the engines serve a version that was not prepared on them."""
-        await self._stop_serving(f"version {record.version} is placed")
+        await self._stop_serving(f"version {record.version} is being applied")
         with translate_os_errors("the apply"):
             await self._engines.host_journal.place(record.version)
         self._gate.open()
@@ -478,7 +479,8 @@ class LocalHost:
         if live is None:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "it is not known what the engines of this host hold; they are asked again",
+                "it is not known which version the engines of this host hold; the server "
+                "asks them again",
             )
         record = await self._find(live)
         decided = {one.journal.decided for one in self._engines.supervisors}
@@ -516,7 +518,7 @@ class LocalHost:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
                 f"no engine of this host answers ({names}); start vLLM, or stop this member's "
-                "server so that its fleet goes on without it",
+                "server so that its fleet continues without it",
                 retry_after_s=1.0,
             )
 
@@ -539,8 +541,8 @@ class LocalHost:
     def _absent(self, version: int) -> WeightSyncError:
         if (source := self._source()) is not None:
             lacks = (
-                f"has not come from {source.url} in {self._fetch_s:g} s; see in the log of "
-                "this server why"
+                f"has not arrived from {source.url} in {self._fetch_s:g} s; check this server's "
+                "log for the reason"
             )
         else:
             lacks = (

@@ -164,8 +164,8 @@ class FleetService:
         if not request.version or request.dry_run:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                "a fleet goes to a version that is named, without dry_run; name one of "
-                "ListVersions, or plan on each host",
+                "name a version from ListVersions, without dry_run, or plan on each host: a "
+                "fleet applies a named version",
             )
         size = request.max_unavailable or self._options.max_unavailable
         key = request.idempotency_key
@@ -245,7 +245,7 @@ class FleetService:
             try:
                 await member.run()
             except Exception:
-                logger.exception("this server's part in its fleet is begun anew")
+                logger.exception("this server's part in its fleet failed, and is started again")
             await asyncio.sleep(_AGAIN_S)
 
     async def _count(self, metrics: FleetMetrics) -> None:
@@ -282,8 +282,8 @@ class FleetService:
             raise WeightSyncError(
                 Reason.APPLY_RESTORED,
                 f"the fleet decided against version {outcome.target.number} "
-                f"({outcome.reason or 'no reason is known'}); its members go back to what they "
-                "served, see `weightsync fleet status`",
+                f"({outcome.reason or 'no reason is known'}); its members return to the version "
+                "they served; see `weightsync fleet status`",
                 metadata={"fleet_apply": str(outcome.number)},
             )
         entry.result, entry.content_digest = pb.APPLY_RESULT_APPLIED, outcome.target.digest

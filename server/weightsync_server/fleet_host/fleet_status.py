@@ -49,15 +49,15 @@ def no_member(key: str, name: str) -> pb.FleetMember:
     """Return what is told of a key among theirs that no process has put there."""
     return pb.FleetMember(
         name=_clean(name),
-        state=_clean(f"no member: remove {key} from the register, where nobody renews it"),
-        reason="nobody waits for it",
+        state=_clean(f"remove {key} from the register: it belongs to no running member"),
+        reason="no member waits for it",
     )
 
 
 def no_key(key: str) -> pb.FleetMember:
     """Return what is told of a key that no fleet has made, in the list that people read."""
-    state = _clean(f"no member: remove {key} from the register, which is no key of a fleet")
-    return pb.FleetMember(name=_clean(key), state=state, reason="it counts for nothing")
+    state = _clean(f"remove {key} from the register: it is not a key of a fleet")
+    return pb.FleetMember(name=_clean(key), state=state, reason="it is ignored")
 
 
 def _text(record: Mapping[str, Any], field: str) -> str:

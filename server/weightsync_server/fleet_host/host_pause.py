@@ -112,7 +112,7 @@ class TakenHost:
         if not self._task.done():
             await asyncio.wait({self._task})
         if self._task.cancelled():
-            raise WeightSyncError(Reason.CANCELLED, "the cutover was given up")
+            raise WeightSyncError(Reason.CANCELLED, "the cutover was cancelled")
         self._task.result()
 
 
@@ -142,7 +142,7 @@ class HostPause(TakenHost):
             if one.live.record.content_digest != self.record.content_digest:
                 raise WeightSyncError(
                     Reason.ENGINE_AWAY,
-                    f"engine {one.name} serves another version than this host said",
+                    f"engine {one.name} serves a different version than this host reported",
                 )
         standing: list[LocalEngine] = []
         settled = asyncio.Event()

@@ -54,7 +54,7 @@ class HttpApi:
         for verbs in (*(each.verbs for each in sources), *others):
             if both := sorted(self._verbs.keys() & verbs.keys()):
                 raise invalid_request(
-                    f"two extensions answer {', '.join(both)}; give one another path"
+                    f"give one of the extensions another path: two answer {', '.join(both)}"
                 )
             self._verbs |= verbs
         self._on_fault = on_fault

@@ -67,12 +67,12 @@ def error_document(error: WeightSyncError) -> dict[str, str]:
 
 
 def no_route(paths: Iterable[str]) -> HttpReply:
-    sentence = f"there is no such path here; use one of {', '.join(paths)}"
+    sentence = f"there is no such path; use one of {', '.join(paths)}"
     return wrong_request(HTTPStatus.NOT_FOUND, sentence)
 
 
 def no_method(path: str, method: str) -> HttpReply:
-    sentence = f"{path} takes {method} and nothing else"
+    sentence = f"{path} accepts only {method}"
     return wrong_request(HTTPStatus.METHOD_NOT_ALLOWED, sentence, [("Allow", method)])
 
 
@@ -128,7 +128,7 @@ def refuse_unknown(fields: Mapping[str, Any], known: Sequence[str]) -> None:
     unknown = sorted(fields.keys() - set(known))
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise invalid_request(f"{unknown[0][:64]!r} is no field of this verb; {takes}")
+        raise invalid_request(f"{unknown[0][:64]!r} is not a field of this verb; {takes}")
 
 
 #: Seconds without an event after which a comment is sent: proxies end connections that are silent.

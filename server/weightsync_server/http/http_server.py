@@ -283,7 +283,7 @@ class HttpEndpoint:
         if wrong := _malformed(head):
             return self._refuse(request, HTTPStatus.BAD_REQUEST, wrong)
         if request.values("transfer-encoding"):
-            sentence = "send the body whole, with its Content-Length, not in chunks"
+            sentence = "send the body in one piece, with its Content-Length, not in chunks"
             return self._refuse(request, HTTPStatus.LENGTH_REQUIRED, sentence)
         lengths = set(request.values("content-length")) or {"0"}
         length = lengths.pop()
@@ -339,10 +339,10 @@ def _malformed(head: str) -> str:
     """
     for line in head.removesuffix("\r\n\r\n").split("\r\n")[1:]:
         if line.startswith((" ", "\t")):
-            return "a header goes on in a second line; send it in one"
+            return "send each header on one line: one continues on a second line"
         name, colon, value = line.partition(":")
         if not colon or not _HEADER_NAME.fullmatch(name):
-            return "a header needs a name of letters and a colon right behind it"
+            return "a header needs a name of letters directly followed by a colon"
         if _CONTROL.search(value):
             return "the value of a header holds a control character; leave it out"
     return ""

@@ -127,7 +127,7 @@ class Connection(RemoteStream):
             async with asyncio.timeout(_STOP_S):
                 await self._gone.wait()
         except TimeoutError:
-            logger.warning("an ingest process went on for %g s: killed", _STOP_S)
+            logger.warning("an ingest process did not stop within %g s: killed", _STOP_S)
             self._kill()
             await self._gone.wait()
 
@@ -150,7 +150,7 @@ class Connection(RemoteStream):
         except (OSError, EOFError):
             pass
         except Exception:
-            logger.exception("an ingest process sent what cannot be understood: killed")
+            logger.exception("an ingest process sent an invalid message: killed")
             self._kill()
             # It may write until the kernel has ended it, and with it the connection.
             with contextlib.suppress(OSError):
@@ -183,7 +183,7 @@ class Connection(RemoteStream):
             # It is gone.
             return
         if sent != len(data):
-            logger.warning("an ingest process does not listen: killed")
+            logger.warning("an ingest process did not start listening: killed")
             self._kill()
 
 

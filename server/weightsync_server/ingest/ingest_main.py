@@ -106,7 +106,7 @@ class _Ingest:
 
     async def _end_when_shut(self) -> None:
         why = await self._doors.shut()
-        logger.critical("nobody can connect any more (%s): ending, to be started again", why)
+        logger.critical("no client can connect any more (%s): exiting, to be restarted", why)
         os._exit(1)
 
     async def _drain(self, request: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ class StreamListener:
                 await self._turn_away()
                 continue
             if pid not in self._pids():
-                logger.warning("process %d is none of the ingest processes: refused", pid)
+                logger.warning("process %d is not an ingest process of this server: refused", pid)
                 sock.close()
                 continue
             task = asyncio.create_task(self._attend(sock, pid), name="ingest-call")
@@ -139,7 +139,7 @@ class StreamListener:
                 if isinstance(outcome, Exception):
                     logger.error("fault in a call of an ingest process", exc_info=outcome)
         except (OSError, EOFError, ValueError, KeyError) as error:
-            logger.warning("an ingest process broke off: %r", error)
+            logger.warning("an ingest process disconnected: %r", error)
         finally:
             await connection.close()
 

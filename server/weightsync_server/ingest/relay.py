@@ -306,6 +306,7 @@ class Relay:
 def _away() -> WeightSyncError:
     return WeightSyncError(
         Reason.SERVER_AWAY,
-        "the server's own process took no stream; resume on a new one to the server's address",
+        "resume on a new stream to the server's address: the server's main process did not "
+        "accept this one",
         retry_after_s=0.2,
     )

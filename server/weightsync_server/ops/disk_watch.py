@@ -50,20 +50,23 @@ def read_disk(folder: DataFolder) -> DiskReading:
     try:
         found = os.statvfs(path)
     except OSError as refused:
-        why = f"mend the disk of {path}, which cannot be asked: {refused.strerror}"
+        why = f"check the disk of {path}, which cannot be read: {refused.strerror}"
         return DiskReading(folder.name, path, error=why)
     free = found.f_bavail * found.f_frsize
     used = (found.f_blocks - found.f_bfree) * found.f_frsize
     error = ""
     if found.f_flag & os.ST_RDONLY:
-        error = f"mount {path} so that it can be written: it is read-only"
+        error = f"mount {path} writable: it is read-only"
     elif free <= folder.floor_bytes:
         error = (
             f"free space on the disk of {path}: {free} bytes are left, "
             f"and {folder.floor_bytes} of them are kept free"
         )
     elif found.f_files and not found.f_favail:
-        error = f"remove files from the disk of {path}: it has room for no file more (no inodes)"
+        error = (
+            f"remove files from the disk of {path}: no more files can be created on it (no free "
+            "inodes)"
+        )
     return DiskReading(folder.name, path, free, used, error)
 
 
@@ -95,7 +98,7 @@ class DiskWatch:
         if unanswered < _MOST_UNANSWERED:
             return last
         seconds = unanswered * _EVERY_S
-        why = f"mend the disk of {last.path}, which has not answered for {seconds:.0f} s"
+        why = f"check the disk of {last.path}, which has not answered for {seconds:.0f} s"
         return DiskReading(last.name, last.path, last.free_bytes, last.used_bytes, why)
 
     def start(self) -> None:

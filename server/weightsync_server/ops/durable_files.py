@@ -138,7 +138,7 @@ class StateLock:
         except BlockingIOError:
             os.close(self._fd)
             raise invalid_request(
-                f"another weightsync-server runs on {folder}; stop it or choose another state_dir"
+                f"another weightsync-server uses {folder}; stop it, or choose another state_dir"
             ) from None
 
     def close(self) -> None:

@@ -167,7 +167,7 @@ _PHASES = (
         "Time to make a version of a delta whose bytes are here, and prove it.",
     ),
     ("prepare", LONG_BUCKETS, "Time to map, match and digest a version on all ranks."),
-    ("pause", PAUSE_BUCKETS, "Time from the request to pause until the engine stands still."),
+    ("pause", PAUSE_BUCKETS, "Time from the request to pause until the engine is paused."),
     ("commit", PAUSE_BUCKETS, "Time to write parameters, slowest rank."),
     ("verify", PAUSE_BUCKETS, "Time to prove live parameters, slowest rank."),
     ("resume", PAUSE_BUCKETS, "Time from the last proof until the engine runs."),
@@ -355,13 +355,13 @@ class DeltaMetrics:
         )
         self._tensors = metrics.counters(
             "weightsync_delta_tensors_total",
-            "Tensors of committed deltas, by how they came.",
+            "Tensors of committed deltas, by how they were sent.",
             "coding",
             CODINGS,
         )
         self._fallbacks = metrics.counters(
             "weightsync_delta_fallbacks_total",
-            "Full pushes in the place of deltas, by reason.",
+            "Full pushes instead of deltas, by reason.",
             "reason",
             FALLBACKS,
         )

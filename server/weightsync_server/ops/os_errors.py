@@ -44,7 +44,7 @@ def write_fault(error: OSError, what: str) -> WeightSyncError:
         )
     remedy = "check that disk"
     if error.errno == errno.EROFS:
-        remedy = "mount that disk so that it can be written: its kernel log says why it is not"
+        remedy = "mount that disk writable: the kernel log says why it is read-only"
     return _common(error, what) or WeightSyncError(
         Reason.FAULT, f"{what} failed: {error.strerror or error}; {remedy}"
     )
@@ -75,7 +75,7 @@ def to_refusal(error: BaseException, what: str) -> WeightSyncError:
     if isinstance(error, WeightSyncError):
         return error
     return system_fault(error, what) or WeightSyncError(
-        Reason.FAULT, f"{what} failed inside the server; its log tells why"
+        Reason.FAULT, f"{what} failed inside the server; see its log"
     )
 
 

@@ -67,8 +67,7 @@ class StopDeadline:
 
 def _tell(seconds: float, children: int, places: str) -> None:
     logger.critical(
-        "not stopped %g s after it was told to: ended, with %d processes of its own; "
-        "what waited:\n%s",
+        "did not stop within %g s: exiting, with %d of its own processes; still waiting:\n%s",
         seconds,
         children,
         places,

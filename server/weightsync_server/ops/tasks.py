@@ -93,7 +93,7 @@ class DeadlineMonitor:
         now = clock.monotonic()
         for number, (what, end) in self._running.items():
             if now > end:
-                yield f"{what} (no. {number}) goes on past its bound"
+                yield f"{what} (no. {number}) exceeded its time limit"
 
 
 @dataclass(slots=True)

@@ -51,12 +51,16 @@ def answer(model: Model, record: VersionRecord, *, already: bool) -> pb.CommitPu
 
 def check_complete(push: Push, shard_count: int) -> None:
     if shard_count and push.state.shard_count and shard_count != push.state.shard_count:
-        raise refused(f"{shard_count} shards at the commit, {push.state.shard_count} at the begin")
+        raise refused(
+            f"{shard_count} shards at the commit, but {push.state.shard_count} at the start"
+        )
     count = shard_count or push.state.shard_count
     if count > push.limits.max_shards:
-        raise refused(f"{count} shards; send at most {push.limits.max_shards}")
+        raise refused(f"the push has {count} shards; send at most {push.limits.max_shards}")
     if count and max(push.state.shards, default=0) >= count:
-        raise refused(f"shard {max(push.state.shards)} was sent, the commit tells {count} shards")
+        raise refused(
+            f"shard {max(push.state.shards)} was sent, but the commit declares {count} shards"
+        )
     lacking = missing(push.state, count)
     if lacking:
         raise WeightSyncError(
@@ -166,8 +170,8 @@ def _tell_runs(record: VersionRecord, runs: ClientRuns) -> None:
         return
     if other.alternates:
         logger.warning(
-            "runs %s and %s push in turn: version %d came from the one, version %d from the other; "
-            "stop one of them, or have the right one call acquire_epoch()",
+            "two trainers push: run %s and run %s (versions %d and %d); stop one of them, or "
+            "have the right one call acquire_epoch()",
             record.client_run,
             other.run,
             record.version,

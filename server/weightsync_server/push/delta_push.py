@@ -176,9 +176,7 @@ class DeltaPush:
                 lost = error.reason is Reason.FETCHER_FAILED
                 wrong = error.reason in _WRONG and begun is not None
                 if left and (lost or wrong):
-                    logger.warning(
-                        "the version that a delta changes is read again: %s", error.message
-                    )
+                    logger.warning("the base of a delta is read again: %s", error.message)
                     continue
                 if error.reason is Reason.DATA_CORRUPT:
                     raise self._mistaken(error) from error
@@ -200,5 +198,6 @@ class DeltaPush:
     def _mistaken(self, error: WeightSyncError) -> WeightSyncError:
         return WeightSyncError(
             Reason.DIGEST_MISMATCH,
-            f"the delta does not make what it tells: {error.message}; push the version in full",
+            f"applying the delta does not reproduce its declared digest: {error.message}; "
+            "push the version in full",
         )

@@ -100,8 +100,8 @@ class PushLayout:
                 if self._state.writers.several:
                     raise _contradicted(shard, entries, writer)
                 raise refused(
-                    f"shard {part.shard} has another layout already; the layout of a shard is sent "
-                    "once"
+                    f"shard {part.shard} already has a different layout; send the layout of a "
+                    "shard once"
                 )
             return
         shard.describer = stream

@@ -185,7 +185,8 @@ def _give_back(push: Push) -> None:
     push.model.slots.release(record)
     push.model.table.touch(record)
     logger.info(
-        "nobody sends version %d any more: its slot is free, %d bytes are kept for its push",
+        "no writer has sent version %d for a while: its slot is freed, %d bytes are kept for "
+        "its push",
         record.version,
         sum(shard.size for shard in durable.values()),
         extra=event("push.suspended"),

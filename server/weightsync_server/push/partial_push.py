@@ -166,7 +166,7 @@ def part_base(model: Model, request: pb.BeginPushRequest) -> VersionRecord:
         which = f"version {wanted}" if wanted else "a live version"
         raise WeightSyncError(
             Reason.VERSION_UNKNOWN,
-            f"a partial push keeps the tensors of {which}, which the server has not got; name "
+            f"a partial push keeps the tensors of {which}, which the server does not have; name "
             "another one with base=, or push all tensors",
         )
     damaged = next((record for record in base.chain if record.damaged), None)

@@ -131,8 +131,8 @@ def _check_same_writers(first: pb.BeginPushRequest, request: pb.BeginPushRequest
         if ours != theirs:
             raise WeightSyncError(
                 Reason.LAYOUT_INVALID,
-                f"writer {request.writer} tells {theirs} as {field}, writer {first.writer} {ours}; "
-                "all writers of a push tell the same of the whole version",
+                f"writer {request.writer} declares {theirs} as {field}, but writer {first.writer} "
+                f"{ours}; declare the same for the whole version in all writers of a push",
                 metadata={"writer": str(request.writer)},
             )
 

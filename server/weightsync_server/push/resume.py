@@ -68,7 +68,7 @@ class RecoveredPushes:
                 found.append(self._suspended(survivor, request))
             except WeightSyncError as error:
                 logger.info(
-                    "the push of version %d cannot go on: %s",
+                    "the push of version %d cannot continue: %s",
                     record.version,
                     error.message,
                     extra=event("push.dropped", version=record.version, push_id=record.push_id),
@@ -89,7 +89,7 @@ class RecoveredPushes:
         push.lifecycle.touch()
         size = sum(shard.size for shard in survivor.shards)
         logger.info(
-            "the push of version %d goes on: %d bytes were kept",
+            "the push of version %d continues: %d bytes were kept",
             written.version,
             size,
             extra=event("push.resumed", **push.state.facts),
@@ -156,7 +156,7 @@ async def _stay_suspended(push: Push) -> None:
 def _take_up(push: Push, checkpoint: ShardCheckpoint) -> None:
     shard = push.layout.take(checkpoint.index, checkpoint.entry, checkpoint.tensors)
     if shard is None:
-        logger.warning("what was kept of shard %d is not of its layout any more", checkpoint.index)
+        logger.warning("what was kept of shard %d no longer matches its layout", checkpoint.index)
         return
     # Of what several writers bring, shards are kept whole.
     if not checkpoint.size or (push.state.writers.several and not checkpoint.is_whole):
@@ -180,7 +180,7 @@ async def _restore(push: Push, shard: ShardState) -> Segment:
         logger.warning("shard %d starts again: %s", shard.index, error.message)
     durable = shard.durable_bytes
     if good < durable:
-        logger.warning("of %d kept bytes of shard %d %d are whole", durable, shard.index, good)
+        logger.warning("of %d kept bytes of shard %d, %d are valid", durable, shard.index, good)
         shard.go_back(good)
         push.checkpointer.set_watermark(shard)
     if shard.arrived:

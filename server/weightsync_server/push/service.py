@@ -131,7 +131,7 @@ class PushService:
         # It is mostly begun again at once, in another way, by the same client.
         said = f", saying {request.reason[:MAX_REASON_CHARS]!r}" if request.reason else ""
         why = push.state.writers.given_up(request)
-        push.lifecycle.fail(why, "aborted", f"its client gave it up{said}")
+        push.lifecycle.fail(why, "aborted", f"its client aborted it{said}")
         await push.lifecycle.closed()
         return pb.AbortPushResponse()
 
@@ -161,7 +161,10 @@ class PushService:
             if push.state.streams or push.lifecycle.phase in (Phase.OPENING, Phase.FAILED):
                 continue
             if push.lifecycle.until < now:
-                yield f"the push of version {push.state.record.version} stays although it is idle"
+                yield (
+                    f"the push of version {push.state.record.version} is still open although it "
+                    "is idle"
+                )
 
     # For streams
 

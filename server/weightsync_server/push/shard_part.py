@@ -158,7 +158,7 @@ class ShardPart:
             raise self.shard.busy(
                 self.received,
                 f"the boxes of writer {self.writer} in shard {self.shard.index} are being copied "
-                "from a GPU; wait until they were, or until that connection has ended",
+                "from a GPU; wait until that is done, or until that connection has ended",
             )
         if self.owner is not None and self.owner is not stream:
             raise self.shard.busy(
@@ -173,15 +173,15 @@ class ShardPart:
         if is_running(self.gpu_copy):
             raise self.shard.busy(
                 self.received,
-                f"shard {self.shard.index} is being copied from a trainer's GPU; wait until it "
-                "was, or until that connection has ended",
+                f"shard {self.shard.index} is being copied from a trainer's GPU; wait until that "
+                "is done, or until that connection has ended",
             )
         segment = self.shard.segment
         if segment is not None and not segment.taken_back():
             raise self.shard.busy(
                 self.received,
-                "a trainer on this host can still write into the memory of shard "
-                f"{self.shard.index}; send it when that process has closed it or has ended",
+                f"send shard {self.shard.index} when that process has closed the memory or has "
+                "ended: a trainer on this host can still write into it",
             )
 
     def received_to(self, end: int) -> None:
@@ -215,17 +215,17 @@ class ShardPart:
         if len(digests) % DIGEST_BYTES or first + count > len(self.digests):
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"{len(digests)} bytes of digests from {what} {first} on do not fit the "
-                f"{len(self.digests)} {where}; send {DIGEST_BYTES} bytes each",
+                f"the {len(digests)} bytes of digests from {what} {first} do not match the "
+                f"{len(self.digests)} {where}; send {DIGEST_BYTES} bytes for each",
             )
         starts = range(0, len(digests), DIGEST_BYTES)
         for at, digest in enumerate((digests[at : at + DIGEST_BYTES] for at in starts), first):
             if not is_file and self.digests[at] not in (None, digest):
                 raise WeightSyncError(
                     Reason.DIGEST_MISMATCH,
-                    f"writer {self.writer} sent two digests of one box in shard "
-                    f"{self.shard.index}: two processes have its number, or its tensors changed; "
-                    "give each process a number of its own, and push the version again",
+                    f"writer {self.writer} sent two different digests for one box of shard "
+                    f"{self.shard.index}: two processes use this number, or its tensors changed; "
+                    "give each process its own number, and push the version again",
                     metadata={"writer": str(self.writer)},
                 )
             self.digests[at] = digest
@@ -477,10 +477,12 @@ def check_cover(
             holders = sorted(
                 {part.writer for part in ordered for one in part.slices if one.tensor == position}
             )
-            who = f"which writers {', '.join(map(str, holders))} send" if holders else "of nobody"
+            who = (
+                f"which writers {', '.join(map(str, holders))} send" if holders else "of no writer"
+            )
             raise _refused(
-                f"tensor {tensor.name[:100]!r}, {who}, does not come whole: {problem}; every "
-                "element is sent by exactly one writer"
+                f"tensor {tensor.name[:100]!r}, {who}, is not sent whole: {problem}; send every "
+                "element from exactly one writer"
             )
     for part in ordered:
         for one in part.replicas:

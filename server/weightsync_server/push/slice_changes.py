@@ -96,7 +96,7 @@ class SliceBases:
         base = find_base(table, digest, run_id)
         slot = slot_of(base) if base.slot is not None else None
         if slot is None or base.residency != pb.RESIDENCY_STAGED:
-            raise mismatch(table, f"version {base.version} does not lie in memory any more")
+            raise mismatch(table, f"version {base.version} is no longer in memory")
         slot.leases += 1
         try:
             await self._check_layout(base)
@@ -114,7 +114,9 @@ class SliceBases:
         manifest = await self._model.commits.manifest(base)
         ours: Layout | None = self._state.known.layout if self._state.known else None
         if ours is None or ours.digest != manifest.layout.digest:
-            raise mismatch(self._model.table, f"tensors lie otherwise in version {base.version}")
+            raise mismatch(
+                self._model.table, f"tensors are laid out differently in version {base.version}"
+            )
 
 
 #: What changes that are wrong in themselves show themselves as.

@@ -61,15 +61,15 @@ class PushSlices:
         if not self._state.writers.several:
             raise refused(f"{what} before the last part of its layout; send it first")
         raise refused(
-            f"bytes or digests of shard {index} before the last part of writer {writer}'s boxes; "
-            "send those first"
+            f"send the last part of writer {writer}'s boxes before bytes or digests of shard "
+            f"{index}"
         )
 
     async def add(self, part: pb.BoxPart, writer: int, stream: object) -> None:
         """Take a part of what a writer declares of a shard; the last one is checked."""
         writers, shard = self._state.writers, self._state.shards.get(part.shard)
         if not writers.several:
-            raise refused("boxes belong to a push of several writers; begin it with writers")
+            raise refused("begin the push with writers: boxes belong to a push of several writers")
         if shard is None or shard.tensors is None:
             raise refused(f"boxes of shard {part.shard} before the last part of its layout")
         more = len(part.sent) + len(part.replicas)
@@ -175,9 +175,9 @@ def _checked_header(shard: ShardState, tensors: tuple[TensorEntry, ...], *, part
     if len(json_header) != shard.entry.header_size or entries != tensors:
         raise WeightSyncError(
             Reason.LAYOUT_INVALID,
-            f"the header of shard {shard.index} takes {len(json_header)} bytes with its tensors in "
-            f"a row, the layout tells {shard.entry.header_size} or other places; lay tensors out "
-            "one after the other, as weightsync.model.layout.build_header does",
+            f"the header of shard {shard.index} takes {len(json_header)} bytes with its tensors "
+            f"in a row, but the layout declares {shard.entry.header_size} or other places; lay "
+            "tensors out one after the other, as weightsync.model.layout.build_header does",
         )
     return len(json_header).to_bytes(8, "little") + json_header
 
@@ -214,7 +214,7 @@ def _tensor_slices(
         block = span.run * (span.counts[-1] if span.counts else 1)
         if span.size > _LARGE_BYTES and block < _LEAST_BLOCK_BYTES:
             raise _outside(
-                writer, f"{box} of tensor {name!r}, which lies in blocks of {block} bytes"
+                writer, f"{box} of tensor {name!r}, which is stored in blocks of {block} bytes"
             )
         spans.append(span)
         slices.append(TensorSlice(wire.tensor, box))

@@ -37,7 +37,8 @@ def check_size(message: Message, limits: PushSettings) -> None:
     size = message.ByteSize()
     if size > limits.max_message_bytes + _SLACK:
         raise refused(
-            f"a message of {size} bytes; split it into parts of at most {limits.max_message_bytes}"
+            f"split the message into parts of at most {limits.max_message_bytes} bytes: it "
+            f"has {size}"
         )
 
 
@@ -66,7 +67,9 @@ def check_begin(request: pb.BeginPushRequest, limits: PushSettings) -> None:
     check_digest("layout_digest", request.layout_digest)
     _check_writers(request, limits)
     if request.shard_count > limits.max_shards:
-        raise refused(f"{request.shard_count} shards; send at most {limits.max_shards}")
+        raise refused(
+            f"the push has {request.shard_count} shards; send at most {limits.max_shards}"
+        )
     _check_metadata(request, limits)
 
 
@@ -74,7 +77,9 @@ def _check_part(request: pb.BeginPushRequest) -> None:
     if request.partial and request.writers <= 1:
         raise refused("a push of some tensors by one writer is a delta; begin with PUSH_KIND_DELTA")
     if request.partial and request.kind == pb.PUSH_KIND_DELTA:
-        raise refused("of some tensors several writers send all; begin with PUSH_KIND_FULL")
+        raise refused(
+            "begin with PUSH_KIND_FULL: several writers together send all of the tensors they name"
+        )
     if request.base_version and not request.partial:
         raise refused("base_version belongs to a push of some tensors; set partial with it")
     check_digest("base_content_digest", request.base_content_digest)
@@ -82,15 +87,22 @@ def _check_part(request: pb.BeginPushRequest) -> None:
 
 def _check_writers(request: pb.BeginPushRequest, limits: PushSettings) -> None:
     if request.writer >= max(request.writers, 1):
-        raise refused(f"writer {request.writer} of {request.writers or 1}; number them from 0")
+        raise refused(
+            f"writer is {request.writer} of {request.writers or 1}; number writers from 0"
+        )
     if request.writers <= 1:
         return
     if request.writers > limits.max_writers:
-        raise refused(f"{request.writers} writers; at most {limits.max_writers} bring one version")
+        raise refused(
+            f"{request.writers} writers are too many; use at most {limits.max_writers} for one "
+            "version"
+        )
     if not request.idempotency_key:
-        raise refused("several writers need one idempotency_key, by which they find each other")
+        raise refused("give all writers of the push the same idempotency_key: it joins them")
     if not (request.total_bytes and request.shard_count):
-        raise refused("each of several writers tells total_bytes and shard_count of the whole")
+        raise refused(
+            "declare total_bytes and shard_count of the whole version in each of several writers"
+        )
 
 
 def _check_delta(request: pb.BeginPushRequest) -> None:

@@ -81,9 +81,9 @@ async def check_taken_back(shard: int, segment: Segment, parts: Collection[Shard
         metadata = {"writer": str(writers[0])} if len(writers) == 1 else {}
         raise WeightSyncError(
             Reason.WRITER_LEFT,
-            f"shard {shard} was told as written, but {who or 'a process'} still holds its memory "
-            "open for writing; close every descriptor and mapping first, and push the version "
-            "again",
+            f"shard {shard} was reported as written, but {who or 'a process'} still holds its "
+            "memory open for writing; close every descriptor and mapping first, then push the "
+            "version again",
             metadata={"shard": str(shard), **metadata},
         )
 
@@ -105,7 +105,7 @@ async def check_arrived_header(
     if length != entry.header_size:
         raise WeightSyncError(
             Reason.SHARD_INVALID,
-            f"shard {shard.index} begins with a header of {length} bytes, its layout tells "
+            f"shard {shard.index} begins with a header of {length} bytes, but its layout declares "
             f"{entry.header_size}",
         )
     header = bytes(segment.view[8 : entry.data_start])
@@ -196,7 +196,7 @@ def _check_slices(
                 tensors,
                 one,
                 writer,
-                f"writers {other} and {writer} are to hold the same, but the bytes of "
+                f"writers {other} and {writer} declared the same part, but their bytes of "
                 f"{named(tensors, one)} differ",
             )
     # Of two that differ it is chance whose bytes lie there: each other's digests come first.
@@ -206,8 +206,8 @@ def _check_slices(
                 tensors,
                 one,
                 writer,
-                f"the bytes of {named(tensors, one)} arrived from writer {writer} with another "
-                "digest than it computed",
+                f"the bytes of {named(tensors, one)} arrived from writer {writer} with a "
+                "different digest than that writer computed",
             )
 
 

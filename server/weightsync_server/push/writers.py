@@ -58,7 +58,7 @@ class PushWriters:
         if writer >= self.count:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"writer {writer} of a push that has {self.count}; number them from 0",
+                f"writer is {writer}, but the push has {self.count} writers; number them from 0",
             )
 
     def given_up(self, request: pb.AbortPushRequest) -> WeightSyncError:
@@ -122,7 +122,7 @@ class PushWriters:
         self._timer = self._loop.call_later(self._timeout_s / _LOOKS, self._look)
 
     def _late(self, writer: int) -> WeightSyncError:
-        what = "did not come" if writer in self.absent else "brought nothing more"
+        what = "did not arrive" if writer in self.absent else "brought nothing more"
         return WeightSyncError(
             Reason.PUSH_ABORTED,
             f"writer {writer} of {self.count} {what} for {self._timeout_s:g} s, so the push was "

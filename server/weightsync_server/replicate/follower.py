@@ -61,8 +61,8 @@ class WantedVersion(NamedTuple):
         numbered = [one for one in versions if one.version == self.version]
         if numbered:
             lacks = (
-                f"version {self.version} has content {numbered[0].content_digest} in {url}, not "
-                f"{self.content_digest}, which is wanted"
+                f"version {self.version} has content {numbered[0].content_digest} in {url}, but "
+                f"{self.content_digest} is wanted"
             )
         else:
             lacks = f"version {self.version} is neither on this host nor in {url}"
@@ -83,8 +83,8 @@ _FIND_S = 10.0
 _ADOPT_S = 60.0
 #: What is to be done where numbers mean other content here than in the origin.
 _WAYS_ON = (
-    "push a higher version there; or, where nobody needs what is here, give this follower an empty "
-    "--state-dir"
+    "push a higher version there; or, if the versions here are not needed, give this follower an "
+    "empty --state-dir"
 )
 #: Failures after which the same push goes on: nothing that came is wrong.
 _PASSING = frozenset(
@@ -174,7 +174,7 @@ class Follower:
             async with asyncio.timeout(_FIND_S):
                 versions = await self.versions()
         except (WeightSyncError, TimeoutError) as error:
-            logger.warning("%s is not asked about content %s: %s", self.url, content_digest, error)
+            logger.warning("could not ask %s about content %s: %s", self.url, content_digest, error)
             return None
         same = (v for v in reversed(versions) if v.content_digest == content_digest)
         return next(same, None)
@@ -326,17 +326,17 @@ class Follower:
         if not below or any(table.committed(v.version) for v in versions):
             return
         what = (
-            f"{self.url} has versions up to {versions[-1].version}, none of which is here, where "
-            f"numbers up to {table.highest} were used"
+            f"{self.url} has versions up to {versions[-1].version}, none of which are here, but "
+            f"numbers up to {table.highest} were used here"
         )
         ours = table.find(table.newest)
         commit = ours.commit if ours is not None else None
         if commit and any(one.commit_time_ns > commit.commit_time_ns for one in versions):
             raise WeightSyncError(
                 Reason.VERSION_CONFLICT,
-                f"{what}, and some were committed since: it was begun anew; {_WAYS_ON}",
+                f"{what}, and versions were committed since: it was started over; {_WAYS_ON}",
             )
-        self._tell_once(f"{what}: nothing is fetched until there is one above {table.highest}")
+        self._tell_once(f"{what}: nothing is fetched until a version above {table.highest} exists")
 
     def _tell_once(self, what: str) -> None:
         if what not in self._warned:
@@ -376,7 +376,7 @@ class Follower:
         self._metrics.fetches["delta" if fetch.delta else "full"].inc()
         form = "as a delta" if fetch.delta else "in full"
         logger.info(
-            "version %d came from %s, %s",
+            "version %d was fetched from %s, %s",
             version.version,
             self._origin.url,
             form,
@@ -442,7 +442,7 @@ class FollowMetrics:
         )
         self.fetches = metrics.counters(
             "weightsync_follow_fetched_total",
-            "Versions that a follower has fetched, by the form in which they came.",
+            "Versions that a follower has fetched, by form.",
             "form",
             ("full", "delta"),
         )

@@ -193,7 +193,7 @@ class GrpcOrigin:
             raise WeightSyncError(
                 Reason.VERSION_CONFLICT,
                 f"version {wanted.version} at {self.url} has content {found.content_digest} now, "
-                f"it was listed with {wanted.content_digest}; it is looked at again",
+                f"but was listed with {wanted.content_digest}; the server checks it again",
             )
 
     async def _watch(self) -> None:

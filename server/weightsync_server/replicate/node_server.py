@@ -130,7 +130,7 @@ class StagedCopies:
             if at < size:
                 raise _corrupt(f"shard {index} of {name} has {at} bytes, not {size}")
             if wrong := await in_thread(_wrong_tensor, manifest, index, segment):
-                raise _corrupt(f"tensor {wrong} of {name} has another digest than its manifest")
+                raise _corrupt(f"tensor {wrong} of {name} does not have the digest in its manifest")
 
 
 def _wrong_tensor(manifest: Manifest, index: int, segment: Segment) -> str:
@@ -294,7 +294,7 @@ class _Membership:
                 async for request in requests:
                     self.heard = True
                     self._do(request)
-            raise WeightSyncError(Reason.SERVER_AWAY, "the head has ended the call")
+            raise WeightSyncError(Reason.SERVER_AWAY, "the head ended the call")
         finally:
             await cancel_tasks(relaying, *self._staging.values())
             self._copies.close()

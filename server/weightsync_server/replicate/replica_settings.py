@@ -46,7 +46,7 @@ def check_cache(cache: str, url: str) -> None:
     if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
         raise ValueError(
             "follow_cache must be http://HOST:PORT/PATH or https://, below which the objects of "
-            "the store lie, without user, password or query"
+            "the store are, without user, password or query"
         )
 
 
@@ -68,18 +68,18 @@ def check_follow(url: str, store: str, *, ca: bool, others: bool) -> None:
     target = grpc_target(url)
     if target and not is_private(target) and not is_encrypted(url, ca=ca):
         raise ValueError(
-            f"follow names {url}, which other hosts could read and change on the way; use "
+            f"follow names {url}, whose traffic other hosts could read and change; use "
             "grpcs://HOST:PORT, or give --follow-ca"
         )
     if (ca or others) and not target:
         raise ValueError(
-            "follow_ca, follow_cert, follow_key and follow_token_file are for an origin at grpc:// "
-            "or grpcs://; credentials of a store come from the environment"
+            "follow_ca, follow_cert, follow_key and follow_token_file are for an origin at "
+            "grpc:// or grpcs://; credentials of a store are read from the environment"
         )
     if store == "memory://" or is_location(store):
         raise ValueError(
-            f"a follower keeps what it fetches in a folder, not in {store}; name a folder with "
-            "--store, or leave that out"
+            "name a folder with --store, or leave it out: a follower keeps what it fetches in a "
+            f"folder, not in {store}"
         )
     if store and url.removeprefix("file://").rstrip("/") == store.removeprefix("file://").rstrip(
         "/"
@@ -115,14 +115,14 @@ def check_node(head: str, rank: int, follow: str, *, ca: bool) -> None:
     if not rank:
         raise ValueError("node_of needs --node-rank, as vLLM has it on this node: 1 or more")
     if follow:
-        raise ValueError("a node gets all from its head; leave out --follow, or --node-of")
+        raise ValueError("leave out --follow or --node-of: a node gets everything from its head")
     target = grpc_target(head)
     host, _, port = target.rpartition(":")
     if not (target.startswith("unix:") or (host and port.isdecimal())):
         raise ValueError(f"node_of cannot be {head!r}; use grpc://HOST:PORT or grpcs://HOST:PORT")
     if not is_private(target) and not is_encrypted(head, ca=ca):
         raise ValueError(
-            f"node_of names {head}, and others could read and change weights on the way; use "
+            f"node_of names {head}, and other hosts could read and change weights in transit; use "
             "grpcs://HOST:PORT, or give --follow-ca"
         )
 

@@ -127,7 +127,7 @@ async def _look_for_room(
     except WeightSyncError as error:
         if not model.table.newest:
             raise
-        logger.warning("version %d is served on: %s", model.table.newest, error.message)
+        logger.warning("version %d is still served: %s", model.table.newest, error.message)
 
 
 def _check_memory(newest: CommitRecord, options: ReplicaSettings, model: Model) -> None:

@@ -241,7 +241,8 @@ class StoredBytes:
                 raise WeightSyncError(
                     Reason.DATA_CORRUPT,
                     f"the delta of version {version.version} in {self._store.url} changes content "
-                    f"{of}, its record tells {base.content_digest}; push a version there in full",
+                    f"{of}, but its record says {base.content_digest}; push a version there in "
+                    "full",
                 )
             found.append(shard)
         return found
@@ -344,8 +345,8 @@ class ShardCache:
         self._count(outcome)
         if outcome.wrong:
             logger.error(
-                "the cache gave other bytes than were put at %s; they came from the store instead: "
-                "look who may write to it",
+                "the cache returned different bytes than were stored at %s; they were read from "
+                "the store instead: check who can write to the cache",
                 url,
             )
         if outcome.away:
@@ -353,5 +354,7 @@ class ShardCache:
             self._away_until = now + _AWAY_S
             if now >= known:
                 logger.warning(
-                    "the cache does not answer, asked for %s; it gets %g s", url, _AWAY_S
+                    "the cache did not answer a request for %s; it is not used for %g s",
+                    url,
+                    _AWAY_S,
                 )

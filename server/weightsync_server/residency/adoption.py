@@ -88,7 +88,7 @@ def _checked(files: Sequence[OfferedFile], known: dict[str, TensorEntry]) -> Seq
             what = f"has {before.dtype} {list(before.shape)} there" if before else "is not there"
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                f"send all tensors, or those of the version that is served as they are there: "
+                "send all tensors, or send these exactly as in the version that is served: "
                 f"{shown(tensor.name)}, {tensor.dtype} {list(tensor.shape)}, {what}",
             )
     return tensors
@@ -306,7 +306,7 @@ class CheckpointAdoption:
         ]
         digests = [digest for found in await all_done(loads) for digest in found]
         if len(digests) != len(layout.tensors):
-            raise WeightSyncError(Reason.SHARD_INVALID, "it changed meanwhile")
+            raise WeightSyncError(Reason.SHARD_INVALID, "it changed during the push")
         return await self._commits.seal(layout, digests)
 
     async def _commit_new(
@@ -339,8 +339,8 @@ async def _check_alike(
         more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
         raise WeightSyncError(
             error.reason,
-            f"send {names}{more} as well: what was bit for bit a matrix that comes is not kept as "
-            f"it was, and the engine needs it ({error.message})",
+            f"send {names}{more} as well: it was bit for bit equal to a matrix that is sent, so "
+            f"it cannot be kept, and the engine needs it ({error.message})",
             metadata=error.metadata,
         ) from error
 
@@ -348,7 +348,7 @@ async def _check_alike(
 def _taken(version: int) -> WeightSyncError:
     return WeightSyncError(
         Reason.PUSH_ABORTED,
-        f"version {version} is coming in under the number of the engine's checkpoint; retry when "
-        "it is here",
+        f"version {version} is arriving under the number of the engine's checkpoint; retry when "
+        "it has arrived",
         retry_after_s=1.0,
     )

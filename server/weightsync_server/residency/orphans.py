@@ -119,4 +119,6 @@ class OrphanReaper:
             await self._store.discard(record.model, record.version)
         except (WeightSyncError, OSError) as error:
             # The store removes uncommitted leftovers when it is opened.
-            logger.warning("leftovers of version %d stay for now: %s", record.version, error)
+            logger.warning(
+                "leftover files of version %d could not be removed yet: %s", record.version, error
+            )

@@ -285,11 +285,11 @@ class SlotPool:
         states = "; ".join(_described(slot) for slot in self.slots)
         pushes = [push for push in map(_push, self.slots) if push]
         # A trainer that died in mid-push leaves one that holds its slot.
-        abort = "abort a push that nobody sends (`weightsync abort ID`), " if pushes else ""
+        abort = "abort a push that is no longer sent (`weightsync abort ID`), " if pushes else ""
         return WeightSyncError(
             Reason.NO_SLOT,
-            f"no slot came free in {max(0.0, waited):g} s ({states}); retry, apply, {abort}"
-            "unpin versions, or raise slots",
+            f"no slot became free in {max(0.0, waited):g} s ({states}); retry, apply, "
+            f"{abort}unpin versions, or raise slots",
             metadata={"slots": str(len(self.slots))}
             | ({"push_ids": ",".join(pushes)} if pushes else {}),
             retry_after_s=_RETRY_AFTER_S,

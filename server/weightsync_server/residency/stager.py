@@ -52,13 +52,13 @@ def compare(manifest: Manifest, found: Sequence[Sequence[bytes]], where: str) ->
     """
     flat = tuple(digest for digests in found for digest in digests)
     if len(flat) != len(manifest.digests):
-        raise WeightSyncError(Reason.DATA_CORRUPT, f"the shards {where} hold other tensors")
+        raise WeightSyncError(Reason.DATA_CORRUPT, f"the shards {where} hold different tensors")
     if flat != manifest.digests:
         pairs = zip(manifest.layout.tensors, manifest.digests, flat, strict=True)
         tensor = next(tensor for tensor, ours, theirs in pairs if ours != theirs)
         name = json.dumps(tensor.name[:100])
         raise WeightSyncError(
-            Reason.DATA_CORRUPT, f"the bytes of tensor {name} {where} have another digest"
+            Reason.DATA_CORRUPT, f"the bytes of tensor {name} {where} have a different digest"
         )
 
 
@@ -107,7 +107,7 @@ class StagedDigests:
         await asyncio.gather(*begun, return_exceptions=True)
 
 
-_RESTORE = "restore the store from a copy, or delete the version and push its content anew"
+_RESTORE = "restore the store from a copy, or delete the version and push its content again"
 
 
 def _not_ours(record: VersionRecord, what: str, remedy: str) -> WeightSyncError:
@@ -234,7 +234,7 @@ class Stager:
                 raise
             self._damaged(record, lease.slot)
             remedy = (
-                "it is read from the store again"
+                "the server reads it from the store again"
                 if self._store.durable and record.commit is not None
                 else "push it again"
             )

@@ -123,8 +123,8 @@ class HealthServicer(health.aio.HealthServicer):
         if request.service not in ("", PUSH, SERVING):
             raise WeightSyncError(
                 Reason.SERVICE_UNKNOWN,
-                f"there is no health service {request.service[:64]!r}; ask about {PUSH!r} or "
-                f"{SERVING!r}, or about no service, which stands for the server as a whole",
+                f"ask about {PUSH!r} or {SERVING!r}, or the empty name for the whole server: "
+                f"there is no health service {request.service[:64]!r}",
             )
         return await super().Check(request, context)
 

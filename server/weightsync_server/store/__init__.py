@@ -113,7 +113,7 @@ def server_identity(state_dir: Path) -> str:
     except FileNotFoundError:
         pass
     except (ValueError, KeyError) as error:
-        logger.warning("%s is damaged (%s): open pushes of before begin again", path, error)
+        logger.warning("%s is damaged (%s): pushes that were open must be begun again", path, error)
     identity = secrets.token_hex(16)
     write_document(path, {_KEY: identity})
     return identity

@@ -72,7 +72,7 @@ def read(path: str) -> CheckpointIndex:
         ranges = {begin: Range(begin, end, digest) for begin, end, digest in others}
         entry = ShardEntry(str(name), int(size), int(header_size))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{Path(path).name}{SUFFIX} does not tell its shard") from error
+        raise ValueError(f"{Path(path).name}{SUFFIX} does not name its shard") from error
     walked: list[Range] = []
     position = 0
     while position in ranges and position < ranges[position].end <= entry.size:

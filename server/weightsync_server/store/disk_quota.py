@@ -53,7 +53,7 @@ class DiskQuota:
         if size > left:
             raise WeightSyncError(
                 Reason.DISK_EXHAUSTED,
-                f"{size} bytes of the store are needed, {left} can be had: {free} are free, "
+                f"{size} bytes are needed in the store, {left} are available: {free} are free, "
                 f"{self.promised} promised to open pushes and {self.floor_bytes} kept free; free "
                 "space in the store, delete versions, or lower disk_floor_bytes",
                 metadata={

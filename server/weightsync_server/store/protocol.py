@@ -139,7 +139,7 @@ def check_epoch(epoch: int, newest: int) -> None:
         raise WeightSyncError(
             Reason.EPOCH_STALE,
             f"epoch {epoch} is older than {newest}, which another writer acquired; acquire a new "
-            "epoch if this writer shall take over",
+            "epoch if this writer should take over",
             metadata={"epoch": str(newest)},
         )
 

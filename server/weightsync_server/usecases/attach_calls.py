@@ -24,7 +24,7 @@ async def write_in_place(
     first = await anext(steps, None)
     if first is None or first.WhichOneof("step") != "begin":
         raise WeightSyncError(
-            Reason.REQUEST_INVALID, "the first message of a transaction must be begin"
+            Reason.REQUEST_INVALID, "send begin as the first message of a transaction"
         )
     core.check_model(first.begin.model)
     applier = core.engines.attachments.engine(first.begin.engine)

@@ -105,7 +105,8 @@ def page_number(text: str) -> int | None:
         return None
     if not text.isascii() or not text.isdigit():
         raise WeightSyncError(
-            Reason.REQUEST_INVALID, "page_token is none of ours; use next_page_token of a reply"
+            Reason.REQUEST_INVALID,
+            "page_token is not one that this server returned; use next_page_token of a reply",
         )
     return int(text)
 

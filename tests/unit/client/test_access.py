@@ -110,7 +110,7 @@ def test_mistakes_get_one_sentence(tmp_path: Path, token_file: Path) -> None:
         ),
         "cannot be read": lambda: Link("a:1", Access(tls_ca=tmp_path / "none")),
         "no PEM certificates": lambda: Link("a:1", Access(tls_ca=pair.key)),
-        "no PEM certificate and its key": lambda: Link(
+        "not a PEM certificate and its key": lambda: Link(
             "a:1", Access(tls_ca=ca.ca, tls_cert=pair.certificate, tls_key=other.key)
         ),
         "token file": lambda: Access(token_file=tmp_path / "none").bearer(),

@@ -149,7 +149,7 @@ def test_push_with_a_base(run: Run, folders: tuple[Path, Path], servicer: Any) -
     code, out, _ = run("push", folders[1], "--base", folders[0])
     assert code == 0
     assert "delta of version 1: 0.73% changed, " in out
-    assert " sent in place of 300.2 kB" in out
+    assert " sent instead of 300.2 kB" in out
     code, out, _ = run("push", folders[0], "--base", folders[1], "--json")
     told = json.loads(out)
     assert (told["kind"], told["base_version"]) == ("delta", 2)

@@ -119,7 +119,7 @@ def test_status_without_vllm_names_no_version_of_it(run: Run) -> None:
             "version 1 of model m is pinned; unpin it first with `weightsync pin --undo`",
         ),
         (
-            "version 1 is rejected (worse); set clear_rejected to apply it all the same",
+            "version 1 is rejected (worse); set clear_rejected to apply it anyway",
             "version 1 is rejected (worse); give --clear-rejected to apply it all the same",
         ),
         (
@@ -416,7 +416,7 @@ def test_an_interrupt_says_where_to_look_when_the_server_does_not(
 
     running.servicer.before = away
     told = interrupted(running, begun, "push", str(weights))
-    assert told.startswith("`weightsync versions` tells whether the version is committed")
+    assert told.startswith("`weightsync versions` shows whether the version is committed")
 
 
 def test_an_interrupt_of_an_apply_says_that_the_server_goes_on(
@@ -431,7 +431,7 @@ def test_an_interrupt_of_an_apply_says_that_the_server_goes_on(
             time.sleep(1)
 
     running.servicer.before = slow
-    assert "the server goes on" in interrupted(running, begun, "apply")
+    assert "the server continues" in interrupted(running, begun, "apply")
 
 
 def test_the_progress_bar_is_for_terminals(running: Any, weights: Path) -> None:

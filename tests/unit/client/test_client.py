@@ -525,7 +525,7 @@ def test_the_index_tells_which_files_belong_together(
     assert servicer.uploads["push-0"].shards[0].entry.name == "a.safetensors"
     for bad in ('{"weight_map": {"w": "../a.safetensors"}}', "[]", "{"):
         index.write_text(bad)
-        with pytest.raises(InvalidError, match="is no index"):
+        with pytest.raises(InvalidError, match="is not an index"):
             client.push(tmp_path)
 
 

@@ -120,7 +120,10 @@ def test_a_way_through_a_proxy_is_told(
 ) -> None:
     monkeypatch.setenv("https_proxy", "http://user:secret@proxy.example:3128")
     message = convert(FakeRpcError(code, "refused")).message
-    assert "through the proxy proxy.example:3128 (https_proxy); add host to no_proxy" in message
+    assert (
+        "add host to no_proxy to connect without the proxy: the connection goes through "
+        "proxy.example:3128 (https_proxy)"
+    ) in message
     monkeypatch.setenv("no_proxy", "host")
     assert "proxy" not in convert(FakeRpcError(code, "refused")).message
 

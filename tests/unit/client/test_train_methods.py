@@ -114,11 +114,11 @@ def test_a_job_that_fails_tells_why_and_is_not_sent_again(
 @pytest.mark.parametrize(
     ("request_", "wrong"),
     [
-        ([1], "is no mapping of names to values"),
-        ({"a": object()}, "is no JSON object that can be sent"),
-        ({"a": float("nan")}, "is no JSON object that can be sent"),
-        ({"a": "\ud800"}, "is no JSON object that can be sent"),
-        ({"a": 10**400}, "is no JSON object that can be sent"),
+        ([1], "is not a mapping of names to values"),
+        ({"a": object()}, "is not a JSON object that can be sent"),
+        ({"a": float("nan")}, "is not a JSON object that can be sent"),
+        ({"a": "\ud800"}, "is not a JSON object that can be sent"),
+        ({"a": 10**400}, "is not a JSON object that can be sent"),
         ({"a": 2**53 + 1}, r"has a whole number above 2\^53"),
     ],
 )
@@ -130,7 +130,7 @@ def test_requests_that_do_not_come_out_as_they_went_in(
     deep: dict[str, Any] = {}
     for _ in range(60):
         deep = {"a": deep}
-    with pytest.raises(InvalidError, match="is no JSON object that can be sent"):
+    with pytest.raises(InvalidError, match="is not a JSON object that can be sent"):
         client.train(deep)
     assert not trainer.requests
 

@@ -42,5 +42,5 @@ def test_a_frame_is_not_unpacked_into_another_size() -> None:
     frame = pack(np.zeros(5000, np.uint8))
     assert frame is not None
     for size in (0, 4999, 5001, 1 << 40):
-        with pytest.raises(Broken, match="in place of"):
+        with pytest.raises(Broken, match="instead of"):
             unpack(memoryview(frame), size)

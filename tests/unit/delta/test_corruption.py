@@ -230,15 +230,15 @@ _LONG = bytes(100_000)
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (_frame(_LONG[:-1]), "in place of"),
-        (_frame(_LONG + b"x"), "in place of"),
+        (_frame(_LONG[:-1]), "instead of"),
+        (_frame(_LONG + b"x"), "instead of"),
         (_lying(_frame(bytes(200_000)), 100_000), "frame"),
         (_lying(_frame(bytes(99_000)), 100_000), "frame"),
-        (_frame(_LONG, write_content_size=False), "in place of"),
+        (_frame(_LONG, write_content_size=False), "instead of"),
         (_frame(_LONG)[:-3], "frame"),
         (_frame(_LONG) + b"x", "frame"),
         (_frame(_LONG) + _frame(b""), "frame"),
-        (_frame(b"") + _frame(_LONG), "in place of"),
+        (_frame(b"") + _frame(_LONG), "instead of"),
         (b"not a frame", "frame"),
         (b"\x50\x2a\x4d\x18\x04\x00\x00\x00skip", "frame"),
     ],
@@ -376,19 +376,19 @@ def test_a_packed_manifest_is_what_it_says() -> None:
     frame = _frame(records)
     assert list(parse_shard(_packed(frame, len(records)), expect).changes) == [name]
     for stored, size, why in (
-        (frame, len(records) - 1, "in place of"),
+        (frame, len(records) - 1, "instead of"),
         (frame, len(frame) - 1, "are stored in"),
         (frame, 2049, "are stored in"),
-        (_frame(bytes(2040)), 2048, "in place of"),
-        (b"x" * 50, len(records), "no zstd frame"),
-        (frame + b"x", len(records), "no zstd frame"),
+        (_frame(bytes(2040)), 2048, "instead of"),
+        (b"x" * 50, len(records), "not a zstd frame"),
+        (frame + b"x", len(records), "not a zstd frame"),
     ):
         assert why in _refused(_packed(stored, size), expect).message
 
 
 def test_sm_needs_two_bytes() -> None:
     blob = forge.tensor(*_ONE, Counts(1), dtype="F32")
-    assert "2 are possible" in _refused(blob, {"w": ("F32", (64,))}).message
+    assert "only elements of 2 bytes can have" in _refused(blob, {"w": ("F32", (64,))}).message
 
 
 @pytest.mark.parametrize("text", ["", " ", '"__metadata__":{"a":"b"},'])

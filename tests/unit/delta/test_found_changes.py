@@ -92,5 +92,5 @@ def test_positions_may_have_any_form(dtype: Any) -> None:
 )
 def test_impossible_changes_are_refused(wrong: dict[str, Any]) -> None:
     good = changes_of(np.zeros(10, np.uint16), np.array([0, 0, 0, 5, 0, 0, 6, 0, 0, 0], np.uint16))
-    with pytest.raises(DeltaError, match="'w' are no ascending positions"):
+    with pytest.raises(DeltaError, match="'w' must be ascending positions"):
         blob(replace(good, **wrong), zstd=False)

@@ -63,7 +63,7 @@ async def test_a_lease_that_ran_out_is_not_renewed(monkeypatch: pytest.MonkeyPat
     present = lease.take(60, FENCING)
     clocks.monotonic += 60
     # The timer of the loop has not fired: the message is read first.
-    with pytest.raises(WeightSyncError, match="not the present one"):
+    with pytest.raises(WeightSyncError, match="not the current lease"):
         lease.renew(present, 60)
     assert _refused(lease, present)
     lease.drop()
@@ -77,7 +77,7 @@ async def test_the_lease_of_another_engine_prolongs_nothing(
     mine, theirs = one.take(60, FENCING), other.take(60, FENCING)
     clocks.monotonic += 40
     # Both are paused for one apply, and each lives by its own server's word.
-    with pytest.raises(WeightSyncError, match="not the present one"):
+    with pytest.raises(WeightSyncError, match="not the current lease"):
         one.renew(theirs, 60)
     other.renew(theirs, 60)
     clocks.monotonic += 40

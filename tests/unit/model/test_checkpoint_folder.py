@@ -157,14 +157,14 @@ def test_copies_that_no_index_settles_are_refused_by_both_names(
         ("{}", "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
         ('{"weight_map": ["a.safetensors"]}', "no weight_map"),
-        ('{"weight_map": {"x": 1}}', "no file of its folder"),
-        ('{"weight_map": {"x": null}}', "no file of its folder"),
-        ('{"weight_map": {"x": ["a.safetensors"]}}', "no file of its folder"),
+        ('{"weight_map": {"x": 1}}', "not a file in its folder"),
+        ('{"weight_map": {"x": null}}', "not a file in its folder"),
+        ('{"weight_map": {"x": ["a.safetensors"]}}', "not a file in its folder"),
         (_map(x="/etc/passwd"), '"/etc/passwd.safetensors" for "x"'),
         (_map(x="../a"), '"../a.safetensors" for "x"'),
         (_map(x="sub/a"), '"sub/a.safetensors" for "x"'),
         ('{"weight_map": {"x": ".."}}', '".." for "x"'),
-        ('{"weight_map": {"x": "a\\u0000.safetensors"}}', "no file of its folder"),
+        ('{"weight_map": {"x": "a\\u0000.safetensors"}}', "not a file in its folder"),
         ('{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}', 'tells "x" twice'),
         (_map(x="n" * 5000), "File name too long"),
         (_map(x="\ud800"), "UTF-8"),
@@ -194,7 +194,7 @@ def test_links_are_followed_only_where_they_may_be(tmp_path: Path) -> None:
     for name in ("a.safetensors", INDEX):
         (folder / name).symlink_to(f"../blobs/{name}")
     assert _chosen(folder) == {"a.safetensors": ["x"]}
-    assert "no link is followed" in _refusal(folder, links=False)
+    assert "links are not followed" in _refusal(folder, links=False)
     (folder / INDEX).unlink()
     assert '"a.safetensors" is a link' in _refusal(folder, links=False)
     (blobs / "a.safetensors").unlink()
@@ -208,7 +208,7 @@ def test_a_fifo_holds_nobody_up(tmp_path: Path, name: str, *, links: bool) -> No
     _write(tmp_path, _map(x="a"), a={"x": 1})
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    assert "no regular file" in _refusal(tmp_path, links=links)
+    assert "not a regular file" in _refusal(tmp_path, links=links)
 
 
 def test_a_system_that_fails_is_not_the_callers_mistake(

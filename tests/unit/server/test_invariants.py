@@ -110,7 +110,7 @@ async def test_a_leak_that_grows_is_one_and_one_that_comes_again_another(here: W
 
 
 async def test_what_goes_on_past_its_bound_is_counted_once(here: World) -> None:
-    late = ["a pause goes on past its bound"]
+    late = ["a pause exceeded its time limit"]
     metrics = Metrics("m")
     made = _monitor(here, metrics, [lambda: late, list])
     made.look()

@@ -139,6 +139,6 @@ async def test_a_pause_that_does_not_end(it: Plant, monkeypatch: pytest.MonkeyPa
     assert "the pause of apply" in text
     held.set()
     # Meanwhile the lease has run out, so that its resume is refused.
-    with pytest.raises(WeightSyncError, match="is not the present one"):
+    with pytest.raises(WeightSyncError, match="is not the current lease"):
         await applying
     assert list(it.metrics.bounds.overdue()) == []

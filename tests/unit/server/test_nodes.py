@@ -134,10 +134,10 @@ async def test_a_node_that_leaves_ends_what_waits_for_it(group: NodeGroup) -> No
     before = nodes.changes
     waiting = asyncio.ensure_future(nodes.have({"page": "p"}, 5))
     await _asked(node)
-    group.part(node, "has gone")
+    group.part(node, "has exited")
     refusal = await _refusal(waiting)
     assert refusal.reason is Reason.SERVER_AWAY
-    assert "node 1 has gone" in refusal.message
+    assert "node 1 has exited" in refusal.message
     with pytest.raises(WeightSyncError, match="has no weightsync-server"):
         nodes.check(before)
     _joined(group)
@@ -149,7 +149,7 @@ async def test_a_node_that_leaves_ends_what_waits_for_it(group: NodeGroup) -> No
 async def test_the_one_that_joins_last_is_the_node(group: NodeGroup) -> None:
     first, second = _joined(group), _joined(group)
     assert "replaced" in first.left
-    group.part(first, "has gone")
+    group.part(first, "has exited")
     assert group.find(1) is second
 
 
@@ -160,7 +160,7 @@ async def test_what_is_no_node_of_the_engine_ends_nothing(group: NodeGroup) -> N
     # One that came before anybody knew, and goes.
     stray = group.find(7)
     assert stray is not None
-    group.part(stray, "has gone")
+    group.part(stray, "has exited")
     with pytest.raises(WeightSyncError, match="has 2 nodes and no node 7; set --node-rank") as why:
         _joined(group, 7)
     assert why.value.reason is Reason.REQUEST_INVALID

@@ -150,9 +150,7 @@ def test_a_variable_without_an_address_is_refused(
     "address", ["127.0.0.1", "127.0.0.1:", "::1", "::1:5055", "[::1]", "example.com", '["a:1"', ""]
 )
 def test_an_address_without_a_port_is_told_so(address: str) -> None:
-    with pytest.raises(
-        ValidationError, match="names no port; write HOST:PORT, such as 127"
-    ) as told:
+    with pytest.raises(ValidationError, match="has no port; write HOST:PORT, such as 127") as told:
         _made(listen=[address])
     assert "other hosts" not in str(told.value)
 
@@ -186,7 +184,7 @@ def test_bad_names(name: str) -> None:
         ({"engine": "embedded"}, "give both or neither"),
         ({"engine": "memory"}, "give both or neither"),
         ({"model": "/somewhere"}, "give both or neither"),
-        ({"ranks": 2}, "ranks are those of --engine memory"),
+        ({"ranks": 2}, "leave ranks out: it is only for --engine memory"),
         ({"model": "/models/x"}, "give both or neither"),
         ({"listen": []}, "at least one address"),
         ({"listen": ["unix:/a?role=push", "unix:/a?role=read"]}, "unix:/a is named twice"),
@@ -261,7 +259,7 @@ def test_http_for_other_hosts_takes_tls_and_authority(http: str) -> None:
     with pytest.raises(ValidationError, match="reached from other hosts; give --tls-cert"):
         _made(http=http)
     tls = {"tls_cert": "/c", "tls_key": "/k"}
-    with pytest.raises(ValidationError, match="nobody is asked who calls; give --authority"):
+    with pytest.raises(ValidationError, match="without authentication; give --authority"):
         _made(http=http, **tls)
     made = _made(http=http, authority="/a", **tls)
     assert [endpoint.address for endpoint in made.http_endpoints] == [http]
@@ -294,7 +292,7 @@ def _run(flags: list[str]) -> subprocess.CompletedProcess[str]:
     [
         (["--metrics", "0.0.0.0:1"], "give --metrics-open"),
         (["--listen", "0.0.0.0:1"], "weightsync-server: 0.0.0.0:1 can be reached"),
-        (["--listen", "127.0.0.1"], "weightsync-server: listen: '127.0.0.1' names no port; "),
+        (["--listen", "127.0.0.1"], "weightsync-server: listen: '127.0.0.1' has no port; "),
         (["--name", "a/b"], "weightsync-server: name: name must match"),
         (["--log-level", "nope"], "log_level: must be DEBUG, INFO, WARNING, ERROR or CRITICAL"),
         (["--log-format", "xml"], "log_format: must be text or json, not 'xml'"),
@@ -350,7 +348,10 @@ def test_ingest_processes_listen_beside_every_address_that_takes_pushes() -> Non
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"listen": ["127.0.0.1:1", "127.0.0.1:2"], "ingest": 1}, "leave room after each port"),
+        (
+            {"listen": ["127.0.0.1:1", "127.0.0.1:2"], "ingest": 1},
+            "leave the ports after each port",
+        ),
         ({"listen": ["127.0.0.1:65534"], "ingest": 2}, "choose another"),
         ({"listen": ["localhost:http"], "ingest": 1}, "choose another"),
         ({"listen": ["unix:/r?role=read"], "ingest": 1}, "give --ingest 0"),

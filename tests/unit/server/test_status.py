@@ -46,7 +46,7 @@ async def test_what_is_live_needs_no_reason(it: Plant) -> None:
 async def test_what_nobody_asked_for(it: Plant) -> None:
     await it.push(2)
     assert (
-        _status(it).newest_not_live == "run `weightsync apply 2`: no apply of it has been asked for"
+        _status(it).newest_not_live == "run `weightsync apply 2`: no apply of it has been requested"
     )
     assert "`weightsync fleet apply 2`" in _status(it, "f").newest_not_live
     await it.apply(2, dry_run=True)
@@ -59,7 +59,7 @@ async def test_what_is_rejected(it: Plant) -> None:
     await it.push(2)
     await it.here.model.serving.reject(2, "it babbles")
     why = _status(it).newest_not_live
-    assert why.startswith("set clear_rejected to apply it all the same")
+    assert why.startswith("set clear_rejected to apply it anyway")
     assert "it babbles" in why
 
 

@@ -131,9 +131,9 @@ def test_it_ends_when_the_reader_is_called_off_or_nothing_comes(writer: ArrivalW
 
 def test_other_memory_is_refused(writer: ArrivalWriter) -> None:
     view = writer.segment.view
-    with pytest.raises(ValueError, match="not a version that comes in"):
+    with pytest.raises(ValueError, match="not an arriving version"):
         ArrivalReader(view[8:])
-    with pytest.raises(ValueError, match="not a version that comes in"):
+    with pytest.raises(ValueError, match="not an arriving version"):
         ArrivalReader(memoryview(bytes(view[:64])))
     other = ArrivalWriter(_LAYOUT, _IDS[:2])
     with pytest.raises(ValueError, match="2 segments for 3 shards"):

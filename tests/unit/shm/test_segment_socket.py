@@ -206,7 +206,7 @@ _GARBAGE = {
     "ids is null": _request(op="map", ids=None),
     "ids is a number": _request(op="map", ids=7),
     "ids of lists": _request(op="map", ids=[["a"], {}]),
-    "offer of nobody": _request(op="offer", id="x", files=[]),
+    "offer of no writer": _request(op="offer", id="x", files=[]),
     "files is a number": _request(op="offer", id="wanted", files=7),
     "files of numbers": _request(op="offer", id="wanted", files=[1, 2]),
     "size is text": _request(op="offer", id="wanted", files=[["a", "many"]]),

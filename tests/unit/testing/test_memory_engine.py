@@ -107,7 +107,7 @@ async def test_a_pause_that_nobody_ends_resumes_on_what_every_rank_holds(tmp_pat
     await _until(engine, EngineState.SERVING)
     assert engine.version == 4
     assert engine.events == ["resume", "pause", "commit", "expire"]
-    with pytest.raises(WeightSyncError, match="not the present one"):
+    with pytest.raises(WeightSyncError, match="not the current lease"):
         await engine.renew(lease.lease_id, 5)
 
 
@@ -129,7 +129,7 @@ async def test_a_pause_that_fences_asks_for_its_decision(tmp_path: Path) -> None
     info = await engine.hello()
     assert info.open_apply == (await engine.health()).open_apply == apply
     assert "apply a1 (3 to 4)" in info.reason
-    with pytest.raises(WeightSyncError, match="not the present one"):
+    with pytest.raises(WeightSyncError, match="not the current lease"):
         await engine.resume(lease.lease_id, 4, "1")
     await engine.resume("", 4, "1")
     assert (await engine.health()).open_apply is None

@@ -31,11 +31,11 @@ def test_what_goes_in_comes_out(value: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("value", "wrong"),
     [
-        ({"a": object()}, "it is no JSON object that can be sent"),
-        ({"a": float("inf")}, "it is no JSON object that can be sent"),
-        ({"a": "\ud800"}, "it is no JSON object that can be sent"),
-        ({"a": 10**400}, "it is no JSON object that can be sent"),
-        ({(1, 2): 1}, "it is no JSON object that can be sent"),
+        ({"a": object()}, "it is not a JSON object that can be sent"),
+        ({"a": float("inf")}, "it is not a JSON object that can be sent"),
+        ({"a": "\ud800"}, "it is not a JSON object that can be sent"),
+        ({"a": 10**400}, "it is not a JSON object that can be sent"),
+        ({(1, 2): 1}, "it is not a JSON object that can be sent"),
         ({"a": 2**53 + 1}, r"it has a whole number above 2\^53, .*; send it as text"),
     ],
 )

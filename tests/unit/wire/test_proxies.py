@@ -47,5 +47,5 @@ def test_the_proxy_is_named_and_how_to_go_without(
 ) -> None:
     hint = proxy_hint(address, environment)
     assert f"the proxy {proxy}"[-len(proxy) :] in hint
-    assert hint.endswith(f"add {host} to no_proxy to go without it")
+    assert hint.endswith(f"add {host} to no_proxy to connect without the proxy")
     assert "secret" not in hint

@@ -51,7 +51,7 @@ async def _told(error: WeightSyncError) -> grpc.aio.AioRpcError:
 async def test_the_other_side_gets_the_same_error() -> None:
     error = WeightSyncError(
         Reason.NO_SLOT,
-        "no slot came free; lower the rate \N{SNOWMAN}",
+        "no slot became free; lower the rate \N{SNOWMAN}",
         metadata={"slots": "2", "größe": "7"},
         retry_after_s=1.25,
     )

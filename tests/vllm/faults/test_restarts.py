@@ -60,7 +60,7 @@ def test_a_vllm_that_restarts_between_prepare_and_commit_is_proved_first(
     assert site.met(20)
     site.vllm.stop()
     site.vllm.start()
-    assert "no weightsync-server has proved" in site.refusal()
+    assert "no weightsync-server has verified" in site.refusal()
     site.let_go_on()
     applying.join(60)
     assert refusals[0] is not None

@@ -114,7 +114,7 @@ class VllmEngine:
             self._stop_unless_serving,
         )
         self._state = EngineState.UNRECONCILED
-        self._reason = "no weightsync-server has proved the weights of this engine yet"
+        self._reason = "no weightsync-server has verified the weights of this engine yet"
         self._lease = PauseLease(self._on_expiry)
         self._limit = ServeLimit(self._out_of_time)
         self._changes = asyncio.Lock()
@@ -319,7 +319,7 @@ class VllmEngine:
         if self._state is EngineState.SERVING:
             self._served, self._workers.committed = outcome.serves, None
             if not outcome.serves:
-                await self._fence("the ranks did not tell one version after a switch")
+                await self._fence("the ranks reported different versions after a switch")
         return outcome
 
     def _check_switch(self, order: SwitchOrder) -> None:
@@ -333,8 +333,8 @@ class VllmEngine:
         if served != order.base_digest:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                f"the engine serves {served or 'nothing'}, not {order.base_digest}; its ranks must "
-                "be asked what they hold",
+                f"the engine serves {served or 'nothing'}, not {order.base_digest}; its ranks "
+                "must report what they hold first",
             )
 
     def _device_in_use(self) -> bool:
@@ -401,7 +401,7 @@ class VllmEngine:
         self._served = content_digest
         self._workers.committed = None
         self._state, self._unproved = EngineState.SERVING, not content_digest
-        self._reason = "" if content_digest else "nobody has proved yet what vLLM has loaded"
+        self._reason = "" if content_digest else "the weights that vLLM loaded are not verified yet"
         if self._limit.over:
             self._out_of_time()
 
@@ -431,7 +431,7 @@ class VllmEngine:
             # Nobody is there to try again, so that it must not stay paused without a reason.
             if self._lease.id == lease_id:
                 text = error_text(error)
-                self._end_fenced(f"the lease ran out and vLLM could not go on ({text})")
+                self._end_fenced(f"the lease ran out and vLLM could not continue ({text})")
 
     async def _end(self, lease_id: str) -> None:
         if self._state is not EngineState.PAUSED:

@@ -117,8 +117,8 @@ def checkpoint_files(
     if not files or load_format not in ("auto", "hf", "safetensors", "fastsafetensors"):
         raise WeightSyncError(
             Reason.ENGINE_UNSUPPORTED,
-            f"the engine loads {model_config.model} in format {load_format}, which holds no "
-            "safetensors files to prove the load plan with; serve a safetensors checkpoint",
+            f"the engine loads {model_config.model} in format {load_format}, which has no "
+            "safetensors files to check the load plan against; serve a safetensors checkpoint",
         )
     return files, name, index
 
@@ -209,7 +209,7 @@ def offer_files(config: Any, segment_socket: str, offer_id: str) -> list[str]:
         except (OSError, LookupError) as error:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                f"the segment socket {segment_socket} did not take the checkpoint ({error}); "
-                "share it with vLLM",
+                f"the segment socket {segment_socket} did not accept the checkpoint ({error}); "
+                "share the socket with vLLM",
             ) from error
         return [name for name, _, _ in offered]

@@ -71,7 +71,8 @@ def _check_plugins() -> None:
     if envs.VLLM_PLUGINS is not None and "weightsync" not in envs.VLLM_PLUGINS:
         raise WeightSyncError(
             Reason.ENGINE_UNSUPPORTED,
-            "VLLM_PLUGINS keeps our worker methods out of vLLM; add weightsync to it",
+            "add weightsync to VLLM_PLUGINS: without it, vLLM does not load weightsync's "
+            "worker methods",
         )
 
 
@@ -156,7 +157,7 @@ class EmbeddedEngine(VllmEngine):
         if not self._http.started:
             await serving
             raise WeightSyncError(
-                Reason.ENGINE_UNSUPPORTED, "vLLM's HTTP API did not start; look into the log"
+                Reason.ENGINE_UNSUPPORTED, "vLLM's HTTP API did not start; check the log"
             )
         self.address = _url(args, listener)
 

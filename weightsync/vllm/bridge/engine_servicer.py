@@ -130,7 +130,7 @@ def _with_status(
             status = to_status(error)
         except Exception as error:
             logger.exception("weightsync: %s failed", method.__name__)
-            text = f"the bridge failed ({type(error).__name__}); vLLM's log tells why"
+            text = f"the bridge failed ({type(error).__name__}); check vLLM's log"
             status = to_status(WeightSyncError(Reason.FAULT, text))
         try:
             await context.abort_with_status(status)
@@ -350,12 +350,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if not self._driver:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "this engine was started anew, or its server had left; say hello to it first",
+                "this engine restarted, or its server disconnected; call Hello first",
                 retry_after_s=1.0,
             )
         raise WeightSyncError(
             Reason.ENGINE_REFUSED,
-            "another weightsync-server has taken this engine over; stop one of the two",
+            "another weightsync-server took this engine over; stop one of the two servers",
         )
 
 
@@ -374,7 +374,7 @@ def _seconds(duration: Duration) -> float:
 
 def _arguments(raw: bytes) -> dict[str, Any]:
     if len(raw) > MAX_ARGS_BYTES:
-        raise invalid_request(f"arguments of {len(raw)} bytes; at most {MAX_ARGS_BYTES}")
+        raise invalid_request(f"the arguments have {len(raw)} bytes; send at most {MAX_ARGS_BYTES}")
     try:
         args = json.loads(raw or b"{}")
     except ValueError:

@@ -49,7 +49,7 @@ class GenerationControl:
         if self._unsettled is not None and not self._unsettled.done():
             raise WeightSyncError(
                 Reason.ENGINE_FENCED,
-                f"{self._late} and has not yet stood still since; wait for it, or restart vLLM",
+                f"{self._late} and has not paused since; wait for it, or restart vLLM",
             )
 
     async def stop(self, spec: PauseSpec) -> str:
@@ -161,7 +161,7 @@ class GenerationControl:
         self._late = why
         self._unsettled = asyncio.create_task(self._settle(call))
         self._on_late(why)
-        return WeightSyncError(Reason.ENGINE_FENCED, f"{why}; restart vLLM if it stays so")
+        return WeightSyncError(Reason.ENGINE_FENCED, f"{why}; restart vLLM if this repeats")
 
     async def _settle(self, late: asyncio.Future[Any]) -> None:
         with contextlib.suppress(Exception):

@@ -59,7 +59,7 @@ async def guarded(call: Awaitable[T]) -> T:
     try:
         return await call
     except Exception as error:
-        msg = f"vLLM did not do it ({error_text(error)}); look into its log"
+        msg = f"vLLM refused the call ({error_text(error)}); check its log"
         raise WeightSyncError(Reason.ENGINE_AWAY, msg) from error
 
 

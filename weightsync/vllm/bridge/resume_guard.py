@@ -69,7 +69,8 @@ class ResumeGuard:
         if not found:
             raise WeightSyncError(
                 Reason.ENGINE_UNSUPPORTED,
-                "use a vLLM release from 0.26 to 0.33; nothing keeps others from resuming this one",
+                "use a vLLM release from 0.26 to 0.33: in this one, nothing stops other code "
+                "from resuming a paused engine",
             )
         for name in found:
             setattr(client, name, self._guarded(getattr(client, name)))
@@ -91,8 +92,8 @@ class ResumeGuard:
         if method in SLEEP_MODE:
             raise _noted(
                 Reason.ENGINE_REFUSED,
-                f"call {method} of AsyncLLM in place of that of its engine core: weightsync has to "
-                "know whether the engine sleeps",
+                f"call {method} of AsyncLLM instead of its engine core's: weightsync has to know "
+                "whether the engine is asleep",
             )
         if method != _RESUME:
             return
@@ -113,14 +114,14 @@ def _refusal(state: EngineState, reason: str) -> tuple[Reason, str]:
         return (
             Reason.APPLY_BUSY,
             (
-                "leave out this resume: weightsync has paused the engine and resumes it by itself "
-                "when its weights are one proved version"
+                "leave out this resume: weightsync has paused the engine and resumes it when its "
+                "weights are one verified version"
             ),
         )
     return (
         Reason.ENGINE_FENCED,
         (
             f"leave out this resume: weightsync keeps the engine from serving ({reason}) and "
-            "resumes it by itself when its weights are one proved version"
+            "resumes it when its weights are one verified version"
         ),
     )

@@ -84,7 +84,7 @@ class SleepGuard:
         """Refuse, with ENGINE_ASLEEP, what touches weights while sleep mode holds them."""
         if self.asleep:
             raise WeightSyncError(
-                Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again"
+                Reason.ENGINE_ASLEEP, "wake the engine up, then try again: it is asleep"
             )
 
     def hold(self) -> None:
@@ -101,7 +101,7 @@ class SleepGuard:
         Raises RuntimeError at a level that throws the served weights away.
         """
         if level >= _DISCARDS:
-            msg = f"sleep level {level} throws the served weights away; use level 1 with WeightSync"
+            msg = f"sleep level {level} discards the served weights; use level 1 with WeightSync"
             raise RuntimeError(msg)
         await self._in_turn(
             lambda: self._fall_asleep("sleep", level, *args, takes=level > 0, **kwargs)
@@ -208,7 +208,7 @@ class DeviceTurns:
         if self.receiving:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
-                "this engine receives weights from a trainer; try again when it has sent them",
+                "a trainer is sending weights to this engine; try again when it has finished",
                 retry_after_s=1.0,
             )
 

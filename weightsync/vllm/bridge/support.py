@@ -18,13 +18,13 @@ _MAX_ID_BYTES = 64
 #: Settings of vLLM's environment, and what each lets strangers do.
 _UNSAFE = {
     "VLLM_SERVER_DEV_MODE": (
-        "vLLM serves its development endpoints and asks nobody who calls: one request replaces "
-        "weights behind this server's back; start vLLM without VLLM_SERVER_DEV_MODE=1, or let "
-        "nobody else reach its port"
+        "start vLLM without VLLM_SERVER_DEV_MODE=1, or let no one else reach its port: its "
+        "development endpoints have no authentication, and one request there replaces weights "
+        "without this server"
     ),
     "VLLM_ALLOW_INSECURE_SERIALIZATION": (
-        "vLLM unpickles what requests hold, which runs their code; start vLLM without "
-        "VLLM_ALLOW_INSECURE_SERIALIZATION=1"
+        "start vLLM without VLLM_ALLOW_INSECURE_SERIALIZATION=1: with it, vLLM unpickles "
+        "requests, which runs their code"
     ),
 }
 
@@ -36,7 +36,7 @@ def check_pause(spec: PauseSpec, lease_s: float) -> None:
             "or abort after wait"
         )
     if not 0 < lease_s <= MAX_LEASE_S:
-        raise invalid_request(f"a lease of {lease_s} s; use more than 0 and up to 3600")
+        raise invalid_request(f"lease_s is {lease_s}; use more than 0 and up to 3600")
     if spec.on_expiry is OnExpiry.FENCE and (
         spec.apply is None or not 0 < len(spec.apply.apply_id.encode()) <= _MAX_ID_BYTES
     ):
@@ -87,7 +87,7 @@ def _of_reach(parallel: Any, cores: EngineCores) -> Iterator[str]:
         )
     if local < size and not balanced:
         yield (
-            "data parallel ranks on other hosts are not supported, because nobody stages "
+            "data parallel ranks on other hosts are not supported, because no server stages "
             "weights for them; start one vLLM per host, or spread one rank's workers with "
             "--nnodes"
         )
@@ -111,7 +111,7 @@ def _of_parallel(parallel: Any) -> Iterator[str]:
     if _any(parallel, "enable_elastic_ep"):
         yield (
             "elastic expert parallelism is not supported, because workers that join later get "
-            "weights that nobody has proved; start vLLM without --enable-elastic-ep"
+            "weights that were never verified; start vLLM without --enable-elastic-ep"
         )
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         yield "prefill context parallelism is not supported; set its size to 1"
@@ -135,19 +135,20 @@ def _of_caches(config: Any) -> Iterator[str]:
     if keys:
         yield (
             f"the KV connector {keys} is not supported, because keys that it keeps or sends "
-            "outlive the weights that made them; start vLLM without --kv-transfer-config and "
+            "outlive the weights that computed them; start vLLM without --kv-transfer-config and "
             "--kv-offloading-size"
         )
     if encoded:
         yield (
             f"the encoder cache connector {encoded} is not supported, because what it keeps or "
-            "sends outlives the weights that made it; start vLLM without --ec-transfer-config"
+            "sends outlives the weights that computed it; start vLLM without --ec-transfer-config"
         )
     custom = getattr(config, "ec_manager_config", None)
     if manager := getattr(custom, "encoder_cache_manager_cls", None):
         yield (
-            f"the encoder cache manager {manager} is not supported, because vLLM does not say that "
-            "it forgets what old weights made; start vLLM without --ec-manager-config"
+            f"the encoder cache manager {manager} is not supported, because vLLM does not "
+            "guarantee that it discards what old weights computed; start vLLM without "
+            "--ec-manager-config"
         )
 
 

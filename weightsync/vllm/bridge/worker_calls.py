@@ -198,7 +198,7 @@ class WorkerCalls:
             if not busy:
                 return
             if clock.monotonic() > deadline:
-                why = busy[0]["error"] or "it is at work"
-                msg = f"rank {busy[0]['rank']} does not let go of the weights ({why}); try again"
+                why = busy[0]["error"] or "it is running"
+                msg = f"rank {busy[0]['rank']} does not release the weights ({why}); try again"
                 raise RuntimeError(msg)
             await asyncio.sleep(_SETTLE_S)

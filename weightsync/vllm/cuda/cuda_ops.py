@@ -281,7 +281,7 @@ class CudaOps:
         try:
             return self._searched(staged, live, stop)
         except torch.OutOfMemoryError:
-            logger.warning("weightsync: no memory to find what changes; all is copied")
+            logger.warning("weightsync: no memory to find what changed; everything is copied")
             return None
 
     def _searched(self, staged: Staged, live: str, stop: Stop) -> DevicePatch | None:

@@ -91,7 +91,7 @@ class Registrar:
         if address is None:
             return
         if code := self._call("cudaHostUnregister", address):
-            logger.warning("weightsync: CUDA did not let go of a segment (error %d)", code)
+            logger.warning("weightsync: CUDA did not unregister a segment (error %d)", code)
 
     def _call(self, name: str, *args: int) -> int:
         """Return CUDA's answer; 0: it has done it."""

@@ -60,7 +60,7 @@ class MemoryBudget:
         try:
             taken = torch.empty(size, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
-            logger.warning("weightsync: the device has not got %d bytes", size)
+            logger.warning("weightsync: the device does not have %d bytes free", size)
             return None
         self.used += size
         return taken

@@ -127,7 +127,7 @@ class TrainForward:
             elif self.upstream is None:
                 await _refuse(send, 501, Reason.NOT_SUPPORTED, _NO_UPSTREAM)
             elif self._running[path] >= _MOST:
-                sentence = f"send this request later: {_MOST} to {path} are under way"
+                sentence = f"send this request later: {_MOST} to {path} are running"
                 await _refuse(send, 503, Reason.LIMIT_EXCEEDED, sentence)
             else:
                 self._running[path] += 1
@@ -155,7 +155,7 @@ class _Exchange:
             async with asyncio.timeout(_BODY_S):
                 body = await _body(receive)
         except TimeoutError:
-            sentence = f"the body did not come within {_BODY_S:g} s; send it again"
+            sentence = f"the body did not arrive within {_BODY_S:g} s; send it again"
             await _refuse(self._send, 408, Reason.DEADLINE_EXCEEDED, sentence)
             return
         if body is None:

@@ -199,7 +199,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, target: torch.Tensor, source: torch.Tensor, origin: _Origin) -> None:
         home = _home_of(target, self._homes[_storage(target)])
         if home is None or home.tensor.dtype != target.dtype:
-            self._refuse("it is loaded into memory that is no parameter")
+            self._refuse("it is loaded into memory that is not a parameter")
             return
         place = _strides(target, int(home.tensor.storage_offset()))
         if not home.name.startswith(self.path):
@@ -220,8 +220,9 @@ def _check_cast(origin: _Origin, dtype: torch.dtype) -> None:
         return
     pushed, wanted = (safetensors_dtype(each) or str(each) for each in (origin.dtype, dtype))
     msg = (
-        f"tensor {origin.name} is {pushed} where the model holds {wanted}, which is no conversion "
-        f"but a quantisation; push it as {wanted}, with its scales where it has some"
+        f"tensor {origin.name} is {pushed} where the model holds {wanted}, which would be a "
+        f"quantisation and not a conversion; push it as {wanted}, with its scales where it has "
+        "some"
     )
     raise PlanRefusedError(msg, [origin.name])
 

@@ -56,7 +56,7 @@ class LiveParameters:
         table, key = self._places[name]
         found = table.get(key)
         if found is None:
-            raise ParameterChangedError(f"parameter {name} is gone; restart vLLM")
+            raise ParameterChangedError(f"parameter {name} no longer exists; restart vLLM")
         return found.detach()
 
     def addresses(self, names: Iterable[str]) -> tuple[int, ...]:

@@ -163,15 +163,15 @@ class LoadPlan:
         ]
         if other:
             msg = (
-                "vLLM serves these tensors of the draft from its target, and they are not as "
-                "there; make them alike, or leave them out"
+                "make these tensors of the draft equal to those of its target, or leave them "
+                "out: vLLM serves them from the target, and they differ"
             )
             raise PlanRefusedError(msg, other)
         unlike = [n for n, same in self.repeats.items() if digests[n] != digests[same]]
         if unlike:
             msg = (
-                "the model loads these tensors into the place of others, and they are not alike; "
-                "leave them out, or make them alike"
+                "leave these tensors out, or make them equal: the model loads them over others, "
+                "and their content differs"
             )
             raise PlanRefusedError(msg, unlike)
         loaded = {digests[name] for name in self.tensors if name not in unloaded}
@@ -194,8 +194,8 @@ class LoadPlan:
         ]
         if changed:
             msg = (
-                "leave these tensors out, or as they are in the engine's checkpoint: an update in "
-                "place brings them nowhere, and they are not as there"
+                "leave these tensors out, or send them as in the engine's checkpoint: they "
+                "differ from it, and an update in place cannot write them"
             )
             raise PlanRefusedError(msg, changed)
 
@@ -241,7 +241,7 @@ def check_against_base(layout: Layout, base: LoadPlan, *, alone: bool) -> None:
     extra = [t.name for t in layout.tensors if t.name not in base.tensors]
     lost = placeless(layout, base, extra) if alone and not missing else []
     if lost:
-        raise PlanRefusedError("leave them out: the model has no place for these tensors", lost)
+        raise PlanRefusedError("leave them out: the model does not have these tensors", lost)
 
 
 def check_lacks_none(layout: Layout, base: LoadPlan) -> None:
@@ -263,7 +263,7 @@ def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
     if shapes:
         first = shapes[0]
         clause = unlike(first.name, (first.dtype, first.shape), base.tensors[first.name])
-        msg = f"push its model: {clause}; another shape than in the engine's checkpoint"
+        msg = f"push its model: {clause}; a different shape than in the engine's checkpoint"
         raise PlanRefusedError(msg, [t.name for t in shapes])
     params = {item.tensor: base.param_dtypes[item.param] for item in base.slices}
     dtypes = [

@@ -326,15 +326,15 @@ def check_read(model: torch.nn.Module, plan: LoadPlan) -> LoadPlan:
     left = sorted(read - plan.loaded - plan.shared.keys() - plan.repeats.keys())
     if left:
         msg = (
-            f"vLLM read {left[0]} when it loaded the checkpoint, and an update in place would "
-            "leave what it made of that as it is"
+            f"vLLM read {left[0]} when it loaded the checkpoint, and an update in place would not "
+            "change what it computed from it"
         )
         raise PlanRefusedError(msg, left, _RESTART)
     computed = sorted(_paths_of(model, lambda loaded: loaded.computed) or ())
     if computed:
         msg = (
             f"vLLM took the number {computed[0]} from the weights when it loaded them, and an "
-            "update in place would leave it as it is"
+            "update in place would not change it"
         )
         raise PlanRefusedError(msg, computed, _RESTART)
     known = all(loaded is not None and loaded.read is not None for _, loaded in seen)
@@ -355,14 +355,14 @@ def check_complete(model: torch.nn.Module, covered: Iterable[torch.Tensor]) -> N
     ]
     if left and made is None:
         msg = (
-            f"nobody saw whether vLLM made {left[0]} from the weights when it loaded them; start "
-            "vLLM with VLLM_PLUGINS=weightsync and --load-format auto"
+            "start vLLM with VLLM_PLUGINS=weightsync and --load-format auto: the load was not "
+            f"observed, so it is not known whether {left[0]} were computed from the weights"
         )
         raise PlanRefusedError(msg, left)
     if left:
         msg = (
-            f"vLLM made {left[0]} from the weights when it loaded them, and an update in place "
-            "would leave it as it is"
+            f"vLLM computed {left[0]} from the weights when it loaded them, and an update in "
+            "place would not change it"
         )
         raise PlanRefusedError(msg, left, _RESTART)
 
@@ -425,7 +425,7 @@ def _note(look: Any, model: torch.nn.Module) -> None:
         look(model)
     except Exception:
         # vLLM goes on with what it does; without a record the model is refused by name.
-        logger.exception("what loading makes of the model could not be seen")
+        logger.exception("could not observe what loading changes in the model")
 
 
 def _look_before(model: torch.nn.Module) -> None:
@@ -463,7 +463,7 @@ def _note_value(tensor: torch.Tensor) -> None:
             loading.note(tensor)
         except Exception:
             # VLLM goes on with what it does.
-            logger.exception("what loading reads of the model could not be seen")
+            logger.exception("could not observe what loading reads from the model")
             loading.some = True
 
 
@@ -583,7 +583,7 @@ def move_parameters(model: torch.nn.Module) -> None:
         _move(group, segment, at)
         at += size
     _segments.append(segment)
-    logger.info("weightsync: %d bytes of parameters lie in shared memory", at)
+    logger.info("weightsync: %d bytes of parameters are in shared memory", at)
 
 
 def _by_storage(model: torch.nn.Module) -> list[list[torch.Tensor]]:

@@ -135,8 +135,8 @@ class ExchangedMemory:
         moved = any(owners.get(path) is not place.owner for path, place in self._places.items())
         if moved or live.form != self.form or now != [row.data_ptr() for row in self._live]:
             raise ParameterChangedError(
-                "something else than weightsync has replaced weights of the model (vLLM's own "
-                "reload does); restart vLLM"
+                "restart vLLM: something other than weightsync replaced weights of the model "
+                "(vLLM's own reload does)"
             )
 
     def has(self, content_digest: str) -> LoadedVersion | None:
@@ -195,7 +195,7 @@ class ExchangedMemory:
             digests = row_digests(self._ops, [arena.rows[i] for i in rows], threads)
             if digests == [target.digests[i] for i in rows]:
                 return arena
-        msg = "the version lies neither in the model nor beside it; it must be loaded again"
+        msg = "the version is neither in the model nor beside it; it must be loaded again"
         raise ParameterChangedError(msg)
 
     def unlike(

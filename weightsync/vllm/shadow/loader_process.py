@@ -187,7 +187,7 @@ class LoaderProcess:
     def _receive(self, deadline: float, stop: Stop, phase: dict[str, Any]) -> dict[str, Any]:
         while True:
             if stop():
-                raise LoaderError("the load was given up")
+                raise LoaderError("the load was cancelled")
             if clock.monotonic() > deadline:
                 msg = f"the loader took too long ({phase['phase']}, {phase['percent']} %)"
                 raise LoaderError(msg)

@@ -122,8 +122,8 @@ def _weight_paths(model: torch.nn.Module, reached: Reached) -> frozenset[str]:
     made = made_by_loading(model)
     if made is None:
         raise PlanRefusedError(
-            "nobody saw what vLLM made of the weights when it loaded them; start vLLM with "
-            "VLLM_PLUGINS=weightsync and --load-format auto"
+            "start vLLM with VLLM_PLUGINS=weightsync and --load-format auto: the load of the "
+            "weights was not observed"
         )
     # Not torch's names: a module that stands in two places has two there, and one here.
     parameters = (path for path, t in reached.tensors if isinstance(t, torch.nn.Parameter))
@@ -187,7 +187,7 @@ def _laid_out(
     if opaque:
         packed = any(path.endswith(_HANDLE) for path in opaque)
         plain = EngineSettings.load().cpu_plain_linear
-        what = remedy_of(plain=plain) if packed else "this model is refused"
+        what = remedy_of(plain=plain) if packed else "this model cannot be updated"
         msg = f"vLLM holds these weights in memory that cannot be copied; {what}"
         raise PlanRefusedError(msg, opaque)
     here = {path: t for path, t in tensors.items() if t.device == device and t.numel()}
@@ -255,7 +255,10 @@ def _bytes_of(span: tuple[int, int], inside: Mapping[str, torch.Tensor]) -> torc
         if covered >= end - begin and offset >= 0 and offset + end - begin <= storage.nbytes():
             row = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             return row.set_(storage, offset, (end - begin,), (1,))
-    msg = "these tensors have memory between them that is not theirs; this model is refused"
+    msg = (
+        "this model cannot be updated: these tensors have memory between them that belongs to "
+        "others"
+    )
     raise PlanRefusedError(msg, sorted(inside))
 
 
@@ -281,14 +284,14 @@ def check_same(layout: Layout, checkpoint: Layout, *, whole: bool = True) -> Non
     shapes = [t for t in layout.tensors if t.shape != known[t.name].shape]
     if shapes:
         clause = _differs(shapes[0], known)
-        msg = f"push its model: {clause}; another shape than in the engine's checkpoint"
+        msg = f"push its model: {clause}; a different shape than in the engine's checkpoint"
         raise PlanRefusedError(msg, [t.name for t in shapes])
     dtypes = [t for t in layout.tensors if t.dtype != known[t.name].dtype]
     if dtypes:
         clause = _differs(dtypes[0], known)
         msg = (
-            f"convert before the push: {clause}; another dtype than in the engine's checkpoint, "
-            "from which vLLM computes its weights"
+            f"convert before the push: {clause}; a different dtype than in the engine's "
+            "checkpoint, from which vLLM computes its weights"
         )
         raise PlanRefusedError(msg, [t.name for t in dtypes])
     missing = known.keys() - {tensor.name for tensor in layout.tensors}
@@ -347,5 +350,5 @@ def check_numbers(numbers: Mapping[str, str], live: ModelState, fixed: str) -> N
     if not fixed and live.later:
         fixed = f"kernels have made {min(live.later)} when they ran first; restart vLLM to serve it"
     if fixed:
-        msg = f"this version has other numbers than what is live, and {fixed}"
+        msg = f"this version has different numbers than the live version, and {fixed}"
         raise PlanRefusedError(msg, changed)

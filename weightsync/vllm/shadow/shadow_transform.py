@@ -211,7 +211,7 @@ class ShadowTransform:
         try:
             loader.unmap(sorted(gone), _LEAST_S)
         except LoaderError:
-            logger.exception("weightsync: the loader keeps what does not exist any more")
+            logger.exception("weightsync: the loader still holds memory that no longer exists")
             self._end_loader(loader)
         finally:
             self._asking.release()
@@ -277,7 +277,7 @@ class ShadowTransform:
     def _ask(self, stop: Stop) -> None:
         while not self._asking.acquire(timeout=_LOOK_S):
             if stop():
-                raise LoaderError("the load was given up")
+                raise LoaderError("the load was cancelled")
 
     def _check_room(self) -> None:
         """Refuse a load that cannot end well: what is being loaded lies beside what was."""
@@ -414,10 +414,7 @@ def _own(prepared: Prepared) -> _ShadowPrepared:
 def _check_form(loaded: StateForm, live: StateForm) -> None:
     wrong = loaded.differences(live)
     if wrong:
-        msg = (
-            "vLLM holds these otherwise in this engine than after a second load of it; this model "
-            "cannot be updated"
-        )
+        msg = "this model cannot be updated: vLLM holds these differently after a second load of it"
         raise PlanRefusedError(msg, wrong)
 
 
@@ -474,7 +471,7 @@ def _load_of(worker: Any, model: torch.nn.Module) -> ModelLoad:
     for draft in drafts:
         call = load_call(draft.module)
         if call is None:
-            msg = "nobody saw how vLLM loaded the draft; start vLLM with VLLM_PLUGINS=weightsync"
+            msg = "start vLLM with VLLM_PLUGINS=weightsync: the load of the draft was not observed"
             raise LoaderError(msg)
         parts.append(PartLoad(call.config, call.model_config, call.prefix, draft.names))
     return ModelLoad(tuple(parts), shared_modules(model))
@@ -489,5 +486,5 @@ def _replica(worker: Any, name: str) -> str:
 def _rendezvous(group: str, replica: str) -> str:
     """Return where the loaders of a group meet: nobody else can guess its name."""
     if not _GROUP.fullmatch(group):
-        raise LoaderError(f"{group!r} names no group of loaders")
+        raise LoaderError(f"{group!r} is not the name of a group of loaders")
     return (Path(tempfile.gettempdir()) / f"weightsync-{group}{replica}").as_uri()

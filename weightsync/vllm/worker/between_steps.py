@@ -144,11 +144,11 @@ def _switched(
     if agree("switched", yes=rank.holds(apply_id)):
         return reply
     error = reply.get("error") or "another rank failed"
-    logger.error("weightsync: the switch failed (%s), the base is put back", error)
+    logger.error("weightsync: the switch failed (%s), the base is being restored", error)
     back = _restored(rank, base_id)
     if not agree("restored", yes=rank.holds(base_id)):
         text = back.get("error") or "another rank failed"
-        raise NoConsensusError(f"the base could not be put back ({text})")
+        raise NoConsensusError(f"the base could not be restored ({text})")
     return {**back, "ok": False, "error": error}
 
 

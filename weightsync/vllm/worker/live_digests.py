@@ -56,7 +56,7 @@ def digest_live(
     Raises PlanRefusedError if there is no load plan, StoppedError when `stop` returns True.
     """
     if not isinstance(target, RankPrepared):
-        msg = "vLLM computes what is live of this model, so that nobody but it may write that"
+        msg = "vLLM computes the live weights of this model, so only vLLM may write them"
         raise PlanRefusedError(msg)
     pieces, counts = _cut(target.targets)
     found = digest_all(ops, pieces, threads, stop)

@@ -51,8 +51,8 @@ def placed_boxes(plan: LoadPlan) -> tuple[PlacedBox, ...]:
             boxes.append(box)
     if others:
         msg = (
-            "vLLM has spread these tensors over its parameters in steps, so that no view of them "
-            "is a tensor of the checkpoint; push versions of this model in place of attaching"
+            "push versions of this model instead of attaching: vLLM spreads these tensors over "
+            "its parameters in steps, so no view of them is a tensor of the checkpoint"
         )
         raise PlanRefusedError(msg, sorted(set(others)))
     return (*boxes, *_repeated(plan, boxes))
@@ -120,15 +120,15 @@ _READ, _WRITE = "read", "write"
 LIVE_WRITERS = LiveWriters(shared_segments)
 
 _LOADED = (
-    "vLLM computes what is live of this model from its checkpoint, so that no view of it is a "
-    "tensor of the checkpoint; push versions of it in place of attaching"
+    "push versions of this model instead of attaching: vLLM computes its live weights from the "
+    "checkpoint, so no view of them is a tensor of the checkpoint"
 )
 _PRIVATE = (
-    "the parameters of this engine lie in private memory; start vLLM with WEIGHTSYNC_ATTACH=1, "
-    "which puts them into memory that can be shared"
+    "start vLLM with WEIGHTSYNC_ATTACH=1, which puts parameters into memory that can be shared: "
+    "this engine's are in private memory"
 )
 _UNSHARED = (
-    "memory of a GPU can be shared unless it comes from sleep mode's allocator or PyTorch's "
+    "memory of a GPU can be shared unless it was allocated by sleep mode or PyTorch's "
     "expandable_segments; start vLLM without --enable-sleep-mode, and leave expandable_segments "
     "out of PYTORCH_CUDA_ALLOC_CONF"
 )

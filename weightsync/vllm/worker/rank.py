@@ -204,7 +204,7 @@ class Rank:
         failpoints.hit("worker.load")
         if self._shadow is None:
             if self._make_shadow is None:
-                raise PlanRefusedError("this rank has nothing that loads beside generation")
+                raise PlanRefusedError("this rank has no loader beside generation")
             # A plan that the start has not proved may have taken as much as the loader needs.
             self._ops.drop_staging()
             self._shadow = self._make_shadow()

@@ -82,7 +82,7 @@ class Ownership:
         if answer is grpc.aio.EOF:
             call.cancel()
             raise WeightSyncError(
-                Reason.ENGINE_AWAY, "vLLM does not answer who owns it; look at its log"
+                Reason.ENGINE_AWAY, "vLLM does not say which server owns it; check vLLM's log"
             )
         self._call, self.known = call, True
 
@@ -106,8 +106,8 @@ class Ownership:
         if now < self._turn_ends:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                f"the engine has restarted; for {_TURN_S:g} s it is left to the weightsync-server "
-                "that had it before",
+                f"the engine restarted; for {_TURN_S:g} s it is reserved for the "
+                "weightsync-server that owned it before",
                 retry_after_s=1.0,
             )
         self._others = ""
@@ -362,13 +362,13 @@ class BridgeEngine:
         if not self._ownership.known:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                "another weightsync-server has taken this engine over; stop one of the two, then "
-                "restart the other",
+                "another weightsync-server took this engine over; stop one of the two servers, "
+                "then restart the other",
             )
         self._greeted = ""
         raise WeightSyncError(
             Reason.ENGINE_AWAY,
-            "the connection to the engine broke, and who had the engine since has left; this "
+            "the connection to the engine broke, and the server that took it over has left; this "
             "server takes it back",
             retry_after_s=1.0,
         )
@@ -393,7 +393,7 @@ class BridgeEngine:
 
     def _left(self) -> WeightSyncError:
         return WeightSyncError(
-            Reason.ENGINE_AWAY, f"the engine at {self._address} has left; start it again"
+            Reason.ENGINE_AWAY, f"the engine at {self._address} has exited; start it again"
         )
 
     def _refuse(self, error: grpc.aio.AioRpcError) -> Never:

@@ -44,7 +44,7 @@ def load_memory_engine(model: str, segment_socket: Path, ranks: int) -> MemoryEn
         raise _refused(path, str(error)) from error
     if not tensors:
         raise _refused(path, "it holds no tensors")
-    logger.warning("the engine is one for tests: it takes weights and generates nothing")
+    logger.warning("this is the engine for tests: it takes weights and generates nothing")
     checkpoint = str(folder.absolute())
     return MemoryEngine(tensors, segment_socket, ranks, attachable=True, checkpoint=checkpoint)
 

@@ -92,7 +92,7 @@ class TrainJob:
 def cancelled_job(job_id: str) -> WeightSyncError:
     return WeightSyncError(
         Reason.CANCELLED,
-        f"job {job_id} was cancelled; what it had committed stays, send it again for the rest",
+        f"job {job_id} was cancelled; what it committed stays; send it again for the rest",
     )
 
 

@@ -45,7 +45,7 @@ def away(why: str) -> WeightSyncError:
     """Return the refusal of a job for want of a trainer, of which there will be one soon."""
     return WeightSyncError(
         Reason.TRAINER_AWAY,
-        f"no trainer can do this now ({why}); see the server's log, then send it again",
+        f"check the server's log, then send it again: no trainer is available ({why})",
     )
 
 
@@ -57,8 +57,7 @@ def unstartable(error: WeightSyncError, again_s: float) -> WeightSyncError:
     """
     return WeightSyncError(
         Reason.TRAINER_AWAY,
-        f"no trainer can be started, which is tried again after at most {again_s:g} s: "
-        f"{error.message}",
+        f"no trainer can be started; the server tries again within {again_s:g} s: {error.message}",
         metadata=error.metadata,
     )
 
@@ -172,8 +171,7 @@ _FOLDER_S = 3600.0
 #: Output of the user's class, beside the log.
 _STDERR = 2
 _SLOW_REMEDY = (
-    "have setup of the class do less, or start the server with more than that as "
-    "--trainer-start-timeout-s"
+    "shorten the setup of the class, or start the server with a higher --trainer-start-timeout-s"
 )
 
 
@@ -346,7 +344,7 @@ class TrainerPool(ProcessPool):
     def _heard(self, notice: dict[str, Any]) -> None:
         op, job = notice.get("op"), self.running
         if op == "leaving":
-            self._leaving = f"begins anew: {notice['why']}"
+            self._leaving = f"starts over: {notice['why']}"
         elif op == "saved":
             self._folders.keep(int(notice["version"]))
         elif op == "started" and job is not None:
@@ -427,7 +425,7 @@ class TrainerPool(ProcessPool):
     def _started(self, job: TrainJob, version: int) -> None:
         job.begun = True
         state = self.state.version
-        of = f"the state of version {state}" if state else "an optimizer that begins anew"
+        of = f"the state of version {state}" if state else "an optimizer that starts over"
         logger.info("job %s begins on version %d with %s", job.id, version, of)
         job.tell(pb.TrainResponse(started=pb.TrainStarted(version=version, state_version=state)))
 

@@ -24,7 +24,7 @@ def _check_class(trainer: str) -> str:
 
 def _check_python(path: Path | None) -> Path | None:
     if path is not None and not (path.is_file() and os.access(path, os.X_OK)):
-        raise ValueError(f"{path} is no program that can be run; name a Python interpreter")
+        raise ValueError(f"{path} is not an executable; name a Python interpreter")
     return path
 
 
@@ -103,18 +103,16 @@ class TrainerSettings:
             for flag, given in alone.items():
                 if given:
                     raise ValueError(
-                        f"{flag} is of use to a trainer alone; add --trainer module:Class, or "
-                        f"leave {flag} out"
+                        f"add --trainer module:Class, or leave {flag} out: it only affects a "
+                        "trainer"
                     )
             return
         if fleet:
-            raise ValueError(
-                "trainer is for a server that is in no fleet, which decides what its members serve"
-            )
+            raise ValueError("leave out trainer or fleet: the fleet decides what its members serve")
         if origin:
             raise ValueError(
-                "trainer is for a server that takes versions of its own; give it to the one that "
-                "is followed, or to the head"
+                "give --trainer to the server that is followed, or to the head: this server "
+                "takes its versions from another one"
             )
         if list(engines) == ["none"]:
             raise ValueError("trainer needs an engine to train in; name one with --engine")

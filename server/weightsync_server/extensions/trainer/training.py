@@ -107,7 +107,8 @@ class Training:
         if job is None:
             raise WeightSyncError(
                 Reason.JOB_UNKNOWN,
-                f"no job {job_id[:64]!r} waits or runs; see GetTrainStatus for those that do",
+                f"no job {job_id[:64]!r} is waiting or running; see GetTrainStatus for those "
+                "that are",
             )
         return job
 
@@ -171,7 +172,8 @@ class Training:
         below = self._options.checkpoint_dir
         if below is None:
             raise invalid_request(
-                "this server writes no folders; start it with --checkpoint-dir, or name none"
+                "start this server with --checkpoint-dir, or name no folder: without it, it "
+                "writes none"
             )
         if not _FOLDER.fullmatch(folder):
             raise invalid_request(
@@ -180,7 +182,7 @@ class Training:
             )
         target = below.absolute() / folder
         if target.exists() or target.is_symlink():
-            raise invalid_request(f"{target} is there already; name another folder")
+            raise invalid_request(f"{target} already exists; name another folder")
         return target
 
 
@@ -296,7 +298,7 @@ class TrainVerbs:
 
     async def _train(self, request: HttpRequest, fields: Mapping[str, Any]) -> HttpReply:
         if request.query:
-            raise invalid_request("what the trainer is given is the body; leave the query out")
+            raise invalid_request("leave the query out: the body is the request for the trainer")
         message = pb.TrainRequest(model=self._model, request=to_struct("the body", fields))
         progress = self._calls.stream(TRAIN, message, request)
         try:

@@ -77,8 +77,8 @@ class VllmVerbs:
                 "status": "deferred",
                 "is_paused": False,
                 "timeout_s": seconds,
-                "message": "generation goes on while /update_weights stages the weights, and is "
-                "stopped in this way for the moment of the exchange only",
+                "message": "generation continues while /update_weights stages the weights, and "
+                "pauses in this way only during the switch",
             }
         )
 

@@ -130,7 +130,9 @@ def _taken(read: CheckpointFolder, opened: contextlib.ExitStack) -> Iterator[Off
 
 def _below(roots: Sequence[Path], path: str) -> tuple[Path, tuple[str, ...]]:
     if not roots:
-        raise invalid_request("this server imports no folders; start it with --import-dir DIR")
+        raise invalid_request(
+            "start this server with --import-dir DIR: without it, it imports no folders"
+        )
     named = PurePosixPath(path)
     plain = _is_text(path) and len(path) <= _MAX_PATH and "\0" not in path
     if not plain or not named.is_absolute() or ".." in named.parts:
@@ -140,8 +142,8 @@ def _below(roots: Sequence[Path], path: str) -> tuple[Path, tuple[str, ...]]:
             return root, named.relative_to(root).parts
     below = " or ".join(str(root) for root in roots)
     raise invalid_request(
-        f"weight_dir {shown(path)} does not lie below {below}; write checkpoints there, or start "
-        "the server with --import-dir naming a folder above them"
+        f"weight_dir {shown(path)} is not below {below}; write checkpoints there, or start the "
+        "server with --import-dir naming a folder above them"
     )
 
 
@@ -178,9 +180,11 @@ def _not_opened(what: str, error: OSError) -> Never:
     if error.errno not in _WRONG:
         raise error
     if error.errno == errno.ENOENT:
-        raise invalid_request(f"{what} does not exist here; write it before you post the folder")
+        raise invalid_request(f"{what} does not exist; write it before you post the folder")
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        raise invalid_request(f"{what} is a link or no folder; no link is followed")
+        raise invalid_request(
+            f"{what} is a link or not a folder; give a folder: links are not followed"
+        )
     raise invalid_request(
         f"{what} cannot be opened: {error.strerror}; let the server's user read it"
     )

@@ -152,7 +152,7 @@ class WeightUpdates:
         elif path != self._path:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
-                "the update from another folder is under way; post this one when that has ended",
+                "an update from another folder is running; post this one when that has ended",
                 retry_after_s=1.0,
             )
         elif self._files is not None:
@@ -175,8 +175,8 @@ class WeightUpdates:
         if await in_thread(folder_facts, self._roots, path) != files:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
-                "the folder has changed since the update that is under way has read it; post it "
-                "when that has ended",
+                "the folder changed after the running update read it; post it again when that "
+                "update has ended",
                 retry_after_s=1.0,
             )
 
@@ -260,7 +260,7 @@ def pause_options(fields: Mapping[str, Any]) -> tuple[pb.PauseOptions, float]:
     """
     if unknown := sorted(fields.keys() - set(_FIELDS)):
         raise invalid_request(
-            f"{unknown[0][:64]!r} is no field of a pause; use {', '.join(_FIELDS)}"
+            f"{unknown[0][:64]!r} is not a field of a pause; use {', '.join(_FIELDS)}"
         )
     mode = _MODES.get(str(fields.get("mode", "abort")))
     if mode is None:

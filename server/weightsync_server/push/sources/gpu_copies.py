@@ -72,11 +72,11 @@ class GpuCopySession:
                 or the first copy, has failed.
         """
         if part.framing is PartFraming.CHANGES:
-            return "what changed in boxes is sent as chunks"
+            return "send what changed in boxes as chunks"
         spans, is_file = _spans(part), part.framing is PartFraming.FILE
         blocks = sum(span.block_count for span in spans)
         if blocks > MOST_PLACES:
-            of_slices = f"the boxes lie in {blocks} places of a shard"
+            of_slices = f"the boxes are in {blocks} places of a shard"
             what = f"a shard of {blocks} tensors" if is_file else of_slices
             return f"{what}; at most {MOST_PLACES}"
         header = _header(part, where) if is_file else b""
@@ -221,7 +221,7 @@ def _header(part: ShardPart, where: dict[str, Any]) -> bytes:
     shard = part.shard
     if len(header) != shard.entry.data_start:
         raise refused(
-            f"the header of shard {shard.index} has {len(header)} bytes, its layout tells "
+            f"the header of shard {shard.index} has {len(header)} bytes, its layout declares "
             f"{shard.entry.data_start}"
         )
     return header

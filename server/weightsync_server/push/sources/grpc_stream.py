@@ -68,9 +68,9 @@ class UploadStream:
         except TimeoutError:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                f"no message came for {self._pushes.limits.stream_idle_timeout_s:g} s; open a new "
-                "stream, resume from the offsets that GetPush tells, and send heartbeats while the "
-                "next bytes are being made",
+                f"no message arrived for {self._pushes.limits.stream_idle_timeout_s:g} s; open a "
+                "new stream, resume from the offsets that GetPush returns, and send heartbeats "
+                "while you prepare the next bytes",
                 retry_after_s=_RETRY_AFTER_S,
             ) from None
         except WeightSyncError as error:
@@ -175,7 +175,8 @@ class UploadStream:
         check_open(push.state)
         if len(data) > self._pushes.limits.max_chunk_bytes:
             raise refused(
-                f"a chunk of {len(data)} bytes; send at most {self._pushes.limits.max_chunk_bytes}"
+                f"the chunk has {len(data)} bytes; send at most "
+                f"{self._pushes.limits.max_chunk_bytes}"
             )
         shard = part.shard.index
         if begin > part.received:
@@ -187,7 +188,8 @@ class UploadStream:
             )
         if begin + len(data) > part.size:
             raise refused(
-                f"bytes up to {begin + len(data)} of shard {shard}, whose layout tells {part.size}"
+                f"bytes up to {begin + len(data)} of shard {shard}, whose layout declares "
+                f"{part.size}"
             )
         return data[part.received - begin :]
 
@@ -214,7 +216,7 @@ class UploadStream:
     async def _commit(self, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
         push = self._opened()
         if request.push_id not in ("", push.state.id):
-            raise refused("the commit names another push than this stream serves")
+            raise refused("the commit names a different push than this stream serves")
         return await self._pushes.commit_push(push, request)
 
     def _opened(self) -> Push:

@@ -133,6 +133,6 @@ class DistantStream(UploadStream):
 def _nonsense(wrote: Written) -> WeightSyncError:
     return WeightSyncError(
         Reason.FAULT,
-        f"an ingest process told of bytes up to {wrote.end} of shard {wrote.shard}, which it was "
-        "not given; report this fault",
+        f"an ingest process reported bytes up to {wrote.end} of shard {wrote.shard}, which it was "
+        "not assigned; report this fault",
     )

@@ -65,7 +65,9 @@ def serve_same_host(
     a request.
     """
     if not writers_are_seen():
-        logger.warning("no memory is lent to trainers: this kernel grants no leases on it")
+        logger.warning(
+            "trainers get no shared memory: this kernel does not support file leases on it"
+        )
         return None
     offers = SameHostOffers(pushes, socket, collector)
     stack.callback(SameHostServer(socket, offers.session, silence_s).close)
@@ -196,9 +198,9 @@ class SameHostSession:
         try:
             return await work
         except Exception as error:
-            refusal = to_refusal(error, "lending memory to a trainer")
+            refusal = to_refusal(error, "giving a trainer access to memory")
             if refusal is not error:
-                logger.exception("lending memory to a trainer")
+                logger.exception("giving a trainer access to memory")
             if self._push is not None and refusal.reason in FATAL:
                 self._push.lifecycle.fail(refusal)
                 await self._push.lifecycle.closed()
@@ -235,7 +237,7 @@ class SameHostSession:
         await failpoints.reach("receive.lend")
         _check_nothing_here(part)
         if part.framing is PartFraming.CHANGES:
-            raise refused(f"what changed in boxes of shard {shard} is sent as chunks")
+            raise refused(f"send what changed in boxes of shard {shard} as chunks")
         if not part.size:
             # Without it the shard may be proved at any time, and nobody may write any more.
             raise refused(
@@ -252,7 +254,7 @@ class SameHostSession:
         segment = part.shard.segment
         granted = segment is not None and segment.granted and part.gpu_copy is None
         if part.owner is not self or segment is None or not granted:
-            raise refused(f"shard {shard} was not lent on this connection; ask for it first")
+            raise refused(f"shard {shard} was not shared on this connection; ask for it first")
         if part.framing is PartFraming.FILE:
             # Of several writers all let go of the shard before its proof.
             await failpoints.reach("receive.written")
@@ -271,7 +273,9 @@ class SameHostSession:
         check_open(push.state)
         described = push.state.shards.get(shard)
         if described is None or described.tensors is None:
-            raise refused(f"memory of shard {shard} before the last part of its layout; send it")
+            raise refused(
+                f"send the last part of the layout of shard {shard} before asking for its memory"
+            )
         return push, push.slices.find(shard, self._writer)
 
     async def _leave(self) -> None:

@@ -84,7 +84,7 @@ def _record(directory: Path) -> CommitRecord | None:
     try:
         record = CommitRecord.from_json(read_document(directory / COMMIT)["record"])
     except (ValueError, KeyError, TypeError) as error:
-        logger.warning("%s is passed over: its commit record is damaged (%s)", directory, error)
+        logger.warning("%s is skipped: its commit record is damaged (%s)", directory, error)
         return None
     same = (record.model, f"v{record.version}") == (directory.parent.name, directory.name)
     return record if same else None
@@ -94,8 +94,8 @@ def _directories(root: Path, model: str) -> Iterator[Path]:
     if not (root / MARKER).exists():
         raise WeightSyncError(
             Reason.FAULT,
-            f"{root} is no store of versions; name the store of the server that takes the pushes, "
-            "as this host mounts it",
+            f"{root} is not a store of versions; give the path at which this host mounts the "
+            "store of the server that takes the pushes",
         )
     try:
         entries = sorted((root / model).iterdir())
@@ -392,8 +392,8 @@ def _record_push(directory: Path, record: PushRecord) -> None:
     if (directory / COMMIT).exists() or is_foreign(read_push(directory), record.server):
         raise WeightSyncError(
             Reason.VERSION_CONFLICT,
-            f"version {record.version} of {record.model} comes, or came, through another server "
-            "that uses this store; push there, or push it as a higher version",
+            f"version {record.version} of {record.model} is being or was pushed through another "
+            "server that uses this store; push there, or push it as a higher version",
         )
     _make_directory(directory.parent)
     _write(directory / RECORD, record.to_json())

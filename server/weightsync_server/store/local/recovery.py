@@ -66,7 +66,7 @@ def _based(model: Path, records: list[CommitRecord], lost: list[str]) -> list[Co
     """Return the versions that can be read; put aside a delta without its base."""
     good, others = based(records)
     for record in others:
-        why = f"its base, version {record.base_version}, is not there or another one"
+        why = f"its base, version {record.base_version}, is missing or different"
         lost.append(str(_quarantine(model / f"v{record.version}", why)))
     return good
 
@@ -98,8 +98,8 @@ def _refuse_foreign(root: Path) -> None:
         elif entry.name != "lost+found":
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"{root} is no WeightSync store and not empty (it holds {entry.name!r}); name an "
-                "empty or new directory",
+                f"{root} is not a WeightSync store, and not empty (it holds {entry.name!r}); name "
+                "an empty or new directory",
             )
 
 

@@ -32,7 +32,7 @@ _OURS = re.compile(rf"(delta-)?[0-9]+\.safetensors|delta\.json|.*{re.escape(TEMP
 
 def shard_name(shard: int, *, delta: bool = False) -> str:
     if type(shard) is not int or shard < 0:
-        raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is no index")
+        raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is not an index")
     return f"{'delta-' if delta else ''}{shard}.safetensors"
 
 

@@ -182,7 +182,7 @@ class ModelObjects:
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
                 f"the manifest of version {version} of {self._model} is damaged; restore the "
-                "object or push the version anew",
+                "object or push the version again",
             )
         try:
             return await asyncio.to_thread(Manifest.from_json, body)
@@ -190,7 +190,7 @@ class ModelObjects:
             raise WeightSyncError(
                 Reason.DATA_CORRUPT,
                 f"the manifest of version {version} of {self._model} cannot be read ({error}); "
-                "push the version anew",
+                "push the version again",
             ) from error
 
     async def delete(self, version: int) -> None:
@@ -242,7 +242,11 @@ class ModelObjects:
             if await self.collects():
                 await self.catalog.sweep(self._clock, self.pushes)
         except WeightSyncError as error:
-            logger.warning("what no version of %s needs stays for now: %s", self._model, error)
+            logger.warning(
+                "objects that no version of %s needs could not be removed yet: %s",
+                self._model,
+                error,
+            )
 
     async def lost(self) -> dict[int, str]:
         """Return a sentence for each version of which objects are missing, by its number."""

@@ -154,7 +154,7 @@ class StoredVersion:
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError("it tells nothing of its version")  # noqa: TRY004 - of a document
+        raise ValueError("it does not name its version")  # noqa: TRY004 - of a document
     return value
 
 

@@ -56,8 +56,8 @@ def check_addresses(scheme: str) -> None:
         if value is not None and not _is_address(value):
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"{name} is no address of an object store; write http:// or https://, the host and "
-                "its port, such as http://127.0.0.1:9000, or unset it",
+                f"{name} is not the address of an object store; write http:// or https://, the "
+                "host and its port, such as http://127.0.0.1:9000, or unset it",
             )
 
 
@@ -208,7 +208,7 @@ class ObjectClient:
                 return False, found
             await asyncio.sleep(backoff_s(attempt + 1, 0.05, 0.8))
         raise failure or WeightSyncError(
-            Reason.FAULT, f"{self.url} says that {key} exists, and does not have it; try again"
+            Reason.FAULT, f"{self.url} reports that {key} exists, but cannot return it; try again"
         )
 
     async def try_create(self, key: str, data: bytes) -> bool:
@@ -295,15 +295,15 @@ def refusing(what: str) -> Iterator[None]:
             raise _denied(what) from None
         raise WeightSyncError(
             Reason.FAULT,
-            f"{what} failed: the object store does not answer as it should ({_gist(error)}); check "
-            "its address, the network and the credentials, then try again",
+            f"{what} failed: no valid answer from the object store ({_gist(error)}); check its "
+            "address, the network and the credentials, then try again",
         ) from None
 
 
 def _denied(what: str) -> WeightSyncError:
     return WeightSyncError(
         Reason.REQUEST_INVALID,
-        f"{what} is not allowed with the credentials found; give them the rights that "
+        f"{what} is not allowed for these credentials; give them the rights that "
         "docs/how-to/bucket-and-etcd-rights.md lists",
     )
 
@@ -325,6 +325,6 @@ def _not_a_url(url: str) -> WeightSyncError:
     return WeightSyncError(
         Reason.NOT_SUPPORTED,
         f"no store can be opened at {_without_user(url)!r}; use s3://bucket/prefix, "
-        "gs://bucket/prefix or az://container/prefix without user, port or query; addresses come "
-        "from the environment",
+        "gs://bucket/prefix or az://container/prefix without user, port or query; set addresses "
+        "in the environment",
     )

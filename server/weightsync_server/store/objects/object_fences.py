@@ -83,7 +83,7 @@ class ObjectFence:
             raise WeightSyncError(
                 Reason.EPOCH_STALE,
                 f"epoch {epoch} of {self._model} belongs to another server that uses this store; "
-                "go on through that server, or acquire an epoch here to take over",
+                "continue through that server, or acquire an epoch here to take over",
                 metadata={"epoch": str(epoch)},
             )
         self._ours = epoch

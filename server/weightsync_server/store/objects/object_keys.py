@@ -38,7 +38,7 @@ class ShardName(NamedTuple):
     def parse(cls, text: str) -> ShardName:
         match = _SHARD.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text[:60]!r} is no name of a shard")
+            raise ValueError(f"{text[:60]!r} is not a name of a shard")
         return cls(match[1], int(match[2]))
 
 

@@ -108,7 +108,7 @@ class ObjectPushes:
                 raise ValueError("its header is damaged")
             tensors = check_shard(entry, parse_header(header, index))
         except (ValueError, WeightSyncError) as error:
-            logger.warning("what was kept of shard %d is of no use: %s", index, error)
+            logger.warning("what was kept of shard %d cannot be used: %s", index, error)
             return None
         return ShardCheckpoint(index, entry, tensors, tensor_digest(header), entry.size)
 
@@ -117,5 +117,5 @@ def _receipt(key: str, body: bytes) -> ShardReceipt | None:
     try:
         return ShardReceipt.decode(body)
     except ValueError as error:
-        logger.warning("%s is of no use: %s", key, error)
+        logger.warning("%s cannot be used: %s", key, error)
         return None

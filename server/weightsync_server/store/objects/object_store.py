@@ -39,7 +39,8 @@ async def claim(client: ObjectClient, kind: str = "store", marker: str = MARKER)
         if not await client.is_empty() and (body := await client.get(marker)) is None:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"{client.url} is no WeightSync {kind} and not empty; name a prefix of its own",
+                f"{client.url} is not a WeightSync {kind}, and not empty; name a prefix that "
+                "nothing else uses",
             )
         body = body or await client.create(marker, ours)
     try:
@@ -119,7 +120,7 @@ class ObjectStore:
         lost = await model.lost()
         known = model.catalog.known
         good, unbased = based(known[n].record for n in sorted(known) if n not in lost)
-        why = "its base is not there or another one"
+        why = "its base is missing or different"
         others = [f"{name}/v{record.version} is damaged ({why})" for record in unbased]
         return good, [*lost.values(), *others]
 
@@ -130,15 +131,15 @@ class ObjectStore:
         """Return the place to load a committed shard from, or to persist one with its receipt."""
         of = self._of(model, version)
         if type(shard) is not int or shard < 0:
-            raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is no index")
+            raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is not an index")
         form = self._form(model, version, delta=delta)
         if form is not None and shard < len(form.shards):
             return f"{self.url}/{shard_key(model, form.shards[shard])}"
         if not self._server:
             raise WeightSyncError(
                 Reason.VERSION_UNKNOWN,
-                f"version {version} of {model} is not in {self.url} any more, or in another form; "
-                "it is looked for again",
+                f"version {version} of {model} is no longer in {self.url}, or in another form; "
+                "the server looks for it again",
             )
         return f"{self.url}/{of.pushes.receipt_key(version, shard, delta=delta)}"
 
@@ -229,8 +230,8 @@ class ObjectStore:
         if await model.catalog.find(record.version) is not None:
             raise WeightSyncError(
                 Reason.VERSION_CONFLICT,
-                f"version {record.version} of {record.model} came through another server that "
-                "uses this store; push it as a higher version",
+                f"version {record.version} of {record.model} was pushed through another server "
+                "that uses this store; push it as a higher version",
             )
         await model.pushes.record(replace(record, server=self._server))
 

@@ -99,7 +99,7 @@ def receipt_at(place: str) -> ShardReceipt:
             return ShardReceipt.decode(bytes(obstore.get(bucket, key).bytes()))
         except (*ABSENT, ValueError) as error:
             raise WeightSyncError(
-                Reason.DATA_CORRUPT, f"nothing is known of {key}; send the shard again"
+                Reason.DATA_CORRUPT, f"there is no record of {key}; send the shard again"
             ) from error
 
 
@@ -286,7 +286,7 @@ class _CachedShard:
         for data in found.stream():
             to = at + len(data)
             if to > end:
-                raise ValueError("more came than was asked for")
+                raise ValueError("more bytes arrived than were requested")
             digest.update(data)
             self._view[at:to] = memoryview(data)
             at = to

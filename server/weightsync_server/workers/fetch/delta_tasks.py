@@ -163,7 +163,7 @@ def patch_slices(
     if delta.base_content_digest != order["base_content_digest"]:
         raise WeightSyncError(
             Reason.SHARD_INVALID,
-            f"they are of content {delta.base_content_digest}, the push was begun with "
+            f"they change content {delta.base_content_digest}, but the push was begun with "
             f"{order['base_content_digest']}; push the version again",
         )
     for name, (begin, run, counts, strides) in order["slices"]:

@@ -153,7 +153,7 @@ class FetcherPool(ProcessPool, FetchApi):
         heartbeat_s: float = 10.0,
     ) -> None:
         if count < 1:
-            raise WeightSyncError(Reason.REQUEST_INVALID, f"{count} fetchers; use at least 1")
+            raise WeightSyncError(Reason.REQUEST_INVALID, f"fetchers is {count}; use at least 1")
         super().__init__(_PROGRAM, count, ready_timeout_s=ready_timeout_s, heartbeat_s=heartbeat_s)
         self._on_restart = on_restart
         self._task_timeout_s = task_timeout_s
@@ -192,7 +192,8 @@ class FetcherPool(ProcessPool, FetchApi):
             raise _shutting_down()
         if not 0 <= size <= segment.capacity:
             raise WeightSyncError(
-                Reason.REQUEST_INVALID, f"{size} bytes in a segment of {segment.capacity}"
+                Reason.REQUEST_INVALID,
+                f"the segment of {segment.capacity} bytes is too small for {size} bytes",
             )
         task = Task(op, segment, size, self._time_for(size), **facts)
         queue.put_nowait(task)
@@ -252,7 +253,7 @@ class FetcherPool(ProcessPool, FetchApi):
             task.fail(
                 WeightSyncError(
                     Reason.FETCHER_FAILED,
-                    f"{what} cost {task.attempts} fetcher processes; see the server's log",
+                    f"{what} ended {task.attempts} fetcher processes; check the server's log",
                 )
             )
         else:

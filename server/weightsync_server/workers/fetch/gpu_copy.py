@@ -206,8 +206,7 @@ def _check(end: int, size: int, target_end: int, room: int) -> None:
     if end > size or target_end > room:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"bytes up to {end} are not within the {size} bytes that the trainer told of; push "
-            "again",
+            f"bytes up to {end} are beyond the {size} bytes that the trainer declared; push again",
         )
 
 

@@ -29,7 +29,7 @@ def keep(
 ) -> None:
     if begin or len(view) != shard.size:
         raise WeightSyncError(
-            Reason.FAULT, f"a part of shard {shard.name!r} cannot be kept in an object store"
+            Reason.FAULT, f"an object store cannot keep a part of shard {shard.name!r}"
         )
     header = tensor_digest(view[8 : shard.data_start]).hex()
     upload(view, target, partial(look, stop), shard, header)

@@ -56,7 +56,7 @@ def digest(
     if found != shard.header_size:
         raise WeightSyncError(
             Reason.SHARD_INVALID,
-            f"the shard tells a header of {found} bytes, the layout {shard.header_size}",
+            f"the shard declares a header of {found} bytes, the layout {shard.header_size}",
         )
     ordered = check_shard(shard, parse_header(view[8 : shard.data_start]))
     number, count = part

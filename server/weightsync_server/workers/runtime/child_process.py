@@ -107,7 +107,7 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
         process.wait(_KILL_S)
     except subprocess.TimeoutExpired:
         # It hangs in the kernel (a dead network disk); subprocess reaps it when it can.
-        logger.exception("process %d does not die of SIGKILL", process.pid)
+        logger.exception("process %d is still running after SIGKILL", process.pid)
 
 
 class ChildProcess:
@@ -172,7 +172,7 @@ class ChildProcess:
                 what = f"was not ready within {ready_timeout_s:g} s"
                 raise _failed(program, what, program.slow_remedy) from error
             if isinstance(error, (OSError, ValueError, KeyError)):
-                raise _failed(program, f"did not begin as it should: {error!r}") from error
+                raise _failed(program, f"did not start correctly: {error!r}") from error
             raise
         return self
 
@@ -283,9 +283,9 @@ class ChildProcess:
                     future.set_result((document, blob))
         except (OSError, EOFError):
             if not self.dead.is_set():
-                logger.warning("%s %d is gone", self._name, self.pid)
+                logger.warning("%s %d has exited", self._name, self.pid)
         except (ValueError, KeyError):
-            logger.exception("%s %d sent what cannot be understood: killed", self._name, self.pid)
+            logger.exception("%s %d sent an invalid message: killed", self._name, self.pid)
             self._process.kill()
         finally:
             self._end()

@@ -71,7 +71,7 @@ class ProcessPool:
 
     def _heard(self, notice: dict[str, Any]) -> None:
         """A child tells something unasked; ValueError: nobody expects that, and it is killed."""
-        raise ValueError(f"a notice that nobody expects: {notice}")
+        raise ValueError(f"an unexpected notice: {notice}")
 
     async def _left(self, process: ChildProcess) -> None:
         """A child is gone for certain: the kernel has forgotten it."""

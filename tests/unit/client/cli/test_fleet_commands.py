@@ -59,4 +59,4 @@ def test_an_abort_tells_what_was_decided(verdict: str, monkeypatch: pytest.Monke
     if verdict:
         assert f"apply 3, barrier: {verdict}, version 7" in done.output
     else:
-        assert "no apply of the fleet runs, so that none was ended" in done.output
+        assert "no apply of the fleet is running, so none was aborted" in done.output

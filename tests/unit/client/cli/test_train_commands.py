@@ -66,7 +66,7 @@ def test_json_prints_a_line_each_and_a_request_may_come_from_stdin(
     [
         ((), "a job needs a request: give --request with a JSON object"),
         (("--request", ""), "the request is empty; give a JSON object, {} where"),
-        (("--request", "{"), "--request is no JSON"),
+        (("--request", "{"), "--request is not JSON"),
         (("--request", "[1]"), "--request must be a JSON object"),
         (("--request", '{"a": 9007199254740993}'), "which would be rounded"),
         (("--request", "{}", "status"), "`train status` takes none"),
@@ -151,7 +151,7 @@ def test_status_cancel_and_checkpoint(run: Run, trainer: TrainAnswers) -> None:
     assert run("train", "cancel", "j2") == (0, "job j2 is cancelled\n", "")
     assert trainer.requests[-1].job_id == "j2"
     assert run("checkpoint") == (0, "version 7 is durable\n", "")
-    line = "version 7 is durable; on the server's host it lies in /srv/a\n"
+    line = "version 7 is durable; on the server's host it is in /srv/a\n"
     assert run("checkpoint", "a") == (0, line, "")
     document = {"version": 7, "path": "/srv/a", "missing": ""}
     assert json.loads(run("checkpoint", "a", "--json")[1]) == document

@@ -306,7 +306,7 @@ def test_an_error_is_logged_and_the_training_goes_on(
     with caplog.at_level(logging.WARNING, "weightsync_client"):
         trainer.train()
     (record,) = caplog.records
-    beginning = "training goes on after an error at step 2: the store is full"
+    beginning = "training continues after an error at step 2: the store is full"
     assert record.getMessage().startswith(beginning)
     assert record.getMessage().endswith("which was not applied") == (call == "ApplyVersion")
     assert _pushed(servicer)[-1][0] == "5"
@@ -347,10 +347,10 @@ def test_a_server_that_stays_away_ends_no_training_that_logs_errors(
     assert trainer.state.global_step == 3
     beginnings = [record.getMessage().partition(":")[0] for record in caplog.records]
     assert beginnings == [
-        "training goes on after an error as it begins",
-        "training goes on after an error at step 2",
+        "training continues after an error as it begins",
+        "training continues after an error at step 2",
         # The last one is tried again at the end.
-        *["training goes on after an error at step 3"] * 2,
+        *["training continues after an error at step 3"] * 2,
     ]
 
 

@@ -404,7 +404,7 @@ def test_an_error_is_logged_and_the_training_goes_on(
     with caplog.at_level(logging.WARNING, "weightsync_client"):
         _train(make(on_error="log"), _weights(1), _weights(2))
     (record,) = caplog.records
-    beginning = "training goes on after an error at sync 1: the store is full"
+    beginning = "training continues after an error at sync 1: the store is full"
     assert record.getMessage().startswith(beginning)
     assert record.getMessage().endswith("which was not applied") == (call == "ApplyVersion")
     assert _equal(_tensors(_committed(servicer)[-1]), _weights(2))
@@ -446,8 +446,8 @@ def test_a_server_that_stays_away_ends_no_training_that_logs_errors(
         _train_with(transfer, _gathered(_weights(1), read))
     assert read == list(_weights(1))
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "training goes on after an error as it begins",
-        "training goes on after an error at sync 1",
+        "training continues after an error as it begins",
+        "training continues after an error at sync 1",
     ]
     assert transfer.last is None
 

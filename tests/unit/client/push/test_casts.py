@@ -255,7 +255,7 @@ def test_processes_that_asked_before_and_after_an_engine_was_ready_are_told_to_p
     with pytest.raises(InvalidError) as caught:
         client.push(masters(), writers=2, writer=0, idempotency_key="k")
     told = caught.value.message
-    assert told.startswith("push again: the engine became ready, or another one") == ready
+    assert told.startswith("push again: the engine, or another one, became ready") == ready
     assert "writer 1 tells 5 as total_bytes" in told
     if ready:
         sent = "F16" if was else "F32"

@@ -204,5 +204,5 @@ def test_adapters_on_flat_parameters_are_refused() -> None:
     as_rank(0)
     model = peft.get_peft_model(untrained("untied"), peft.LoraConfig(target_modules=["q_proj"]))
     wrapped = FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True)
-    with pytest.raises(InvalidError, match="adapters on weights that FSDP1 or ZeRO-3 has parted"):
+    with pytest.raises(InvalidError, match="adapters on weights that FSDP1 or ZeRO-3 has sharded"):
         make_source(wrapped, 1 << 20)

@@ -76,10 +76,10 @@ def test_pull_takes_up_a_cut_stream(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "tensor 't4' came without its digest"),
-        (lambda data: data[:-8], "tensor 't4' came without its digest"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "tensor 't4' arrived without its digest"),
+        (lambda data: data[:-8], "tensor 't4' arrived without its digest"),
         (lambda data: data + b"\0", "longer than its tensors"),
-        (lambda data: data.replace(b"F32", b"I32"), "header tells"),
+        (lambda data: data.replace(b"F32", b"I32"), "header declares"),
         (lambda data: data[:5], "header"),
     ],
 )

@@ -169,7 +169,7 @@ def test_sharded_tensors_are_refused() -> None:
         def full_tensor(self) -> torch.Tensor:
             return torch.ones(1)
 
-    with pytest.raises(InvalidError, match="push all in a dict"):
+    with pytest.raises(InvalidError, match="push all of them in a dict"):
         wrap("w", torch.ones(2).as_subclass(Sharded))
 
 

@@ -89,12 +89,16 @@ def test_it_has_the_weights_and_what_came_beside_the_old_ones(source: Path, tmp_
 def test_without_files_it_has_the_configuration(tmp_path: Path) -> None:
     missing = _write("no such/model", tmp_path / "x", hidden_size=4)
     assert json.loads((tmp_path / "x/config.json").read_text()) == {"hidden_size": 4}
-    assert missing.startswith("the folder has no tokenizer, for none was found")
+    assert missing.startswith(
+        "copy tokenizer into the folder before a vLLM loads it: none was found"
+    )
 
 
 def test_what_a_vllm_would_miss_is_named(source: Path, tmp_path: Path) -> None:
     missing = _write("memory", tmp_path / "x")
-    assert missing.startswith("the folder has no config.json and no tokenizer, for none was found")
+    assert missing.startswith(
+        "copy config.json and tokenizer into the folder before a vLLM loads it: none was found"
+    )
     assert "beside the engine's checkpoint memory; copy" in missing
     (source / "config.json").unlink()
     assert "has no config.json, for" in _write(str(source), tmp_path / "y")
@@ -103,7 +107,7 @@ def test_what_a_vllm_would_miss_is_named(source: Path, tmp_path: Path) -> None:
 def test_one_that_is_there_stays_as_it_is(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "x"
     target.mkdir()
-    with pytest.raises(ClientError, match="is there already"):
+    with pytest.raises(ClientError, match="already exists"):
         _write(str(source), target)
     assert not [*target.iterdir()]
     assert {path.name for path in tmp_path.iterdir()} == {"source", "x"}
@@ -111,8 +115,8 @@ def test_one_that_is_there_stays_as_it_is(source: Path, tmp_path: Path) -> None:
 
 def test_what_fails_leaves_nothing(source: Path, tmp_path: Path) -> None:
     client = _Client()
-    client.error = refuse(Reason.VERSION_UNKNOWN, "it has gone")
-    with pytest.raises(ClientError, match="it has gone"):
+    client.error = refuse(Reason.VERSION_UNKNOWN, "it has exited")
+    with pytest.raises(ClientError, match="it has exited"):
         _write(str(source), tmp_path / "x", client)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
     # What a process that died has left is in nobody's way: it had not begun, or had.
@@ -258,7 +262,7 @@ def test_a_folder_of_somebody_else_is_in_the_way(source: Path, tmp_path: Path) -
     theirs = tmp_path / ".x.new"
     theirs.mkdir()
     (theirs / "file").write_text("theirs")
-    with pytest.raises(ClientError, match=r"remove .*\.x\.new, which this server has not made"):
+    with pytest.raises(ClientError, match=r"remove .*\.x\.new, which this server did not create"):
         _write(str(source), tmp_path / "x")
     assert (theirs / "file").read_text() == "theirs"
 

@@ -434,7 +434,7 @@ def test_push_async_tells_when_the_source_is_free(client: Client, servicer: Any)
 
 
 def test_push_async_checks_before_it_returns(client: Client, tmp_path: Path) -> None:
-    with pytest.raises(InvalidError, match=r"no \.safetensors file"):
+    with pytest.raises(InvalidError, match=r"holds the \.safetensors files"):
         client.push_async(tmp_path)
 
 

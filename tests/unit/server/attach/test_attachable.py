@@ -32,7 +32,10 @@ def test_ranks_of_one_replica_hand_out_their_memory() -> None:
     ("session", "said"),
     [
         (_session(("0/0/0", "1/0/0")), "start vLLM without --data-parallel-size"),
-        (_session(capabilities=frozenset()), "install the same release on both sides"),
+        (
+            _session(capabilities=frozenset()),
+            "install the same weightsync release in vLLM and here",
+        ),
         (_session(why="vLLM computes w"), r"push versions of this model .*\(vLLM computes w\)"),
     ],
 )

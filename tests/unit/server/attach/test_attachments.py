@@ -94,7 +94,7 @@ async def test_who_has_the_memory_is_watched() -> None:
     attachment.begin()
     # Of an engine that was started anew nothing is asked for.
     assert checks.owed == ["live"]
-    with pytest.raises(WeightSyncError, match="started anew"):
+    with pytest.raises(WeightSyncError, match="the engine restarted"):
         attachment.check()
     attachment.drop()
     assert not checks.writers
@@ -141,7 +141,7 @@ async def those(tmp_path: Path) -> Attachments:
 
 @pytest.mark.parametrize("peer", ["ipv4:10.0.0.7:4000", "ipv6:%5B2001:db8::1%5D:4000"])
 async def test_other_hosts_get_nothing(those: Attachments, peer: str) -> None:
-    with pytest.raises(WeightSyncError, match="on the engine's host alone"):
+    with pytest.raises(WeightSyncError, match="memory is shared only on that host"):
         await those.offer(pb.AttachRequest(), peer)
 
 
@@ -167,7 +167,7 @@ async def test_a_job_is_a_short_word(those: Attachments, job: str) -> None:
 async def test_offers_that_nobody_fetches_are_bounded(those: Attachments) -> None:
     waiting: Any = dict.fromkeys(map(str, range(MOST_OFFERS)))
     those._offers = waiting
-    with pytest.raises(WeightSyncError, match="64 offers wait for somebody") as caught:
+    with pytest.raises(WeightSyncError, match="64 offers are still unused") as caught:
         await those.offer(pb.AttachRequest(), "unix:")
     assert caught.value.reason is Reason.LIMIT_EXCEEDED
     assert caught.value.retry_after_s
@@ -228,7 +228,7 @@ async def test_memory_of_before_lets_no_second_job_write_the_new_engine(
     assert those.writer("e", writer.token, "unix:") is writer
     # It begins nothing there, which the transaction itself finds.
     assert those.writer("e", stale.token, "unix:") is stale
-    with pytest.raises(WeightSyncError, match="which one job at a time may do"):
+    with pytest.raises(WeightSyncError, match="only one job at a time may"):
         those.writer("e", other.token, "unix:")
     await those.leave(writer, _PEER)
     assert those.writer("e", other.token, "unix:") is other
@@ -375,7 +375,7 @@ async def test_who_comes_with_a_secret_keeps_out_another_job_at_once(host: _Host
 async def test_who_was_not_given_the_memory_keeps_out_nobody(host: _Host) -> None:
     secret = await host.offer("a")
     host.current = host.session()
-    with pytest.raises(WeightSyncError, match="started anew meanwhile; attach again"):
+    with pytest.raises(WeightSyncError, match="attach again: the engine restarted meanwhile"):
         await host.redeem(secret, 7)
     assert not host.suspected, "nothing is known to be wrong with the engine that is here"
     assert (await host.attach("b", 8)).pid == 8
@@ -413,7 +413,7 @@ async def test_a_transaction_in_memory_of_before_says_nothing_of_the_engine_that
     parts = SimpleNamespace(fleet=""), OpenBlocks(), SimpleNamespace()
     line = SimpleNamespace(break_off=print)
     transaction = made(applier, *parts, line, attachment, None)
-    with pytest.raises(WeightSyncError, match="attach again, for the engine was started") as caught:
+    with pytest.raises(WeightSyncError, match="attach again: the engine restarted") as caught:
         await transaction.run()
     assert caught.value.reason is Reason.ENGINE_AWAY
     assert not host.suspected
@@ -451,7 +451,7 @@ async def test_what_anybody_could_write_before_a_block_is_compared(
 
 async def test_where_a_rank_does_not_answer_nothing_is_handed_out(host: _Host) -> None:
     host.answered = False
-    with pytest.raises(WeightSyncError, match="rank 0/0/0 does not say who can write") as caught:
+    with pytest.raises(WeightSyncError, match="rank 0/0/0 does not report who can write") as caught:
         await host.offer("a")
     assert caught.value.reason is Reason.ENGINE_REFUSED
 
@@ -484,7 +484,7 @@ async def test_a_block_is_for_who_has_this_start_of_this_engine() -> None:
         with pytest.raises(WeightSyncError, match="attach to engine e anew") as caught:
             blocks.take("t", attachment(engine, start))
         assert caught.value.reason is Reason.ENGINE_REFUSED
-    with pytest.raises(WeightSyncError, match="which one job at a time may do"):
+    with pytest.raises(WeightSyncError, match="only one job at a time may"):
         blocks.take("t", attachment("e", "now", "another"))
     blocks.take("t", attachment("e", "now")).close()
     blocks.close("t")

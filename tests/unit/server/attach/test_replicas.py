@@ -35,7 +35,7 @@ def test_ranks_that_hold_the_same_of_what_both_have_agree() -> None:
 def test_other_bytes_of_the_same_part_are_named() -> None:
     ranks = [_rank(f"0/0/{n}", parts={"w 0": "aa", f"b {n // 2}": str(n)}) for n in range(4)]
     message = _refusal(*ranks)
-    assert "ranks 0/0/0 and 0/0/1 hold other bytes of the same part of b" in message
+    assert "ranks 0/0/0 and 0/0/1 hold different bytes of the same part of b" in message
 
 
 @pytest.mark.parametrize(

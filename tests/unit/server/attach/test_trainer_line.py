@@ -48,7 +48,7 @@ async def test_a_trainer_that_has_nothing_more_to_say_is_heard_to_its_end() -> N
     line = TransactionStream(_says(commit, copied))
     await line.step("commit", 5.0, 5.0, "too late")
     await line.step("copied", 5.0, 5.0, "too late")
-    with pytest.raises(WeightSyncError, match="the trainer has gone"):
+    with pytest.raises(WeightSyncError, match="the trainer has exited"):
         await line.step("copied", 5.0, 5.0, "too late")
     await line.close()
 
@@ -77,4 +77,4 @@ async def test_what_a_trainer_says_while_it_waits_for_the_engine_is_bounded() ->
         await asyncio.sleep(0)
     assert said == 2
     await line.close()
-    assert line.over == "the trainer has gone"
+    assert line.over == "the trainer has exited"

@@ -39,7 +39,7 @@ async def test_a_place_that_has_something_else_is_refused(
 ) -> None:
     url = place(s3)
     await open_store(url).open()
-    with pytest.raises(WeightSyncError, match="is no WeightSync register and not empty"):
+    with pytest.raises(WeightSyncError, match="is not a WeightSync register, and not empty"):
         await open_register(url).get(KEY)
 
 

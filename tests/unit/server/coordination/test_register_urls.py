@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         ("http://127.0.0.1:2379/a", "no register can be opened"),
         ("s3://user:secret@bucket/a", "no store can be opened"),
         ("s3:///a", "no store can be opened"),
-        ("etcd://127.0.0.1/a", "'127.0.0.1' in .* is no address of etcd; use host:port"),
+        ("etcd://127.0.0.1/a", "'127.0.0.1' in .* is not an address of etcd; use host:port"),
         ("etcd:///a", "'' in .* is no address of etcd"),
         ("etcd://:2379/a", "':2379' in .* is no address of etcd"),
         ("etcd://one:2379,/a", "'' in .* is no address of etcd"),
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
         ("etcd://one:port/a", "'one:port' in .* is no address of etcd"),
         ("etcd://::1:2379/a", "'::1:2379' in .* is no address of etcd"),
         ("etcd://one:1,one:1/a", "names an address twice"),
-        ("etcd://one:1", "has no prefix; end it in one"),
-        ("etcd://one:1/", "has no prefix; end it in one"),
-        ("etcd://one:1//", "has no prefix; end it in one"),
+        ("etcd://one:1", "has no prefix; end it with one"),
+        ("etcd://one:1/", "has no prefix; end it with one"),
+        ("etcd://one:1//", "has no prefix; end it with one"),
         ("etcd://one:1/a//b", "takes no key 'a//b'"),
         ("etcd://one:1/a?ca=b", "takes no key 'a\\?ca=b'"),
-        ("etcd://user:secret@one:1/a", "takes no user and password; use etcds://"),
+        ("etcd://user:secret@one:1/a", "cannot have a user and password; use etcds://"),
     ],
 )
 async def test_a_wrong_url_is_refused_in_one_sentence(url: str, sentence: str) -> None:
@@ -76,11 +76,17 @@ async def test_wrong_files_for_tls_are_refused(tmp_path: Path) -> None:
         (EtcdTls(key=pair.key), "needs its key, and a key its certificate"),
         (EtcdTls(certificate=tmp_path / "none", key=pair.key), "the certificate for etcd .*none"),
         (EtcdTls(certificate=pair.certificate, key=tmp_path / "none"), "the key for etcd .*none"),
-        (EtcdTls(ca=rubbish), "etcd's CA .*rubbish holds no certificate in PEM"),
-        (EtcdTls(certificate=rubbish, key=pair.key), "name a pair that fits"),
-        (EtcdTls(certificate=pair.certificate, key=rubbish), "name a pair that fits"),
-        (EtcdTls(certificate=pair.certificate, key=other.key), "name a pair that fits"),
-        (EtcdTls(certificate=pair.certificate, key=locked), "without a password; name a pair"),
+        (EtcdTls(ca=rubbish), "etcd's CA .*rubbish holds no PEM certificate"),
+        (EtcdTls(certificate=rubbish, key=pair.key), "name a PEM certificate and its key"),
+        (EtcdTls(certificate=pair.certificate, key=rubbish), "name a PEM certificate and its key"),
+        (
+            EtcdTls(certificate=pair.certificate, key=other.key),
+            "name a PEM certificate and its key",
+        ),
+        (
+            EtcdTls(certificate=pair.certificate, key=locked),
+            "without a password; name a PEM certificate",
+        ),
     ):
         with pytest.raises(WeightSyncError, match=sentence) as caught:
             open_register("etcds://localhost:1/a", tls)

@@ -157,7 +157,7 @@ async def test_runs_are_not_mixed(here: World, ours: str, theirs: str, good: boo
 async def test_a_damaged_base_is_refused(here: World) -> None:
     first, second, third = history(2)
     await push_chain(here, [first, second])
-    here.model.table.get(1).damaged = "tensor 'x' has another digest"
+    here.model.table.get(1).damaged = "tensor 'x' has a different digest"
     with pytest.raises(WeightSyncError, match="version 1 is damaged") as caught:
         await push_delta(here, second, third, 3)
     assert caught.value.reason is Reason.BASE_MISMATCH
@@ -354,7 +354,7 @@ async def test_a_delta_that_does_not_make_what_it_tells_is_refused(here: World) 
         ]  # fmt: skip
     shards = [delta_shard(items, first)]
     text = await _refused(here, shards, Reason.DIGEST_MISMATCH, base=first, commit=content(second))
-    assert "does not make what it tells" in text
+    assert "does not reproduce its declared digest" in text
 
 
 async def test_a_key_of_an_open_push_of_another_kind_is_refused(here: World) -> None:

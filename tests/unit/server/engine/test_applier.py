@@ -564,7 +564,7 @@ async def test_an_apply_while_the_ranks_are_asked_is_told_so_at_once(it: Plant) 
 async def test_an_apply_while_the_engine_sleeps(it: Plant) -> None:
     await it.push(2)
     it.engine.sleeping = True
-    await _refused(it, Reason.ENGINE_ASLEEP, "wake it up", version=2)
+    await _refused(it, Reason.ENGINE_ASLEEP, "wake the engine up", version=2)
     it.engine.sleeping = False
     assert (await it.apply(2)).version == 2
 

@@ -27,7 +27,7 @@ def _states(*replies: dict[str, Any]) -> Any:
 def test_a_rank_that_does_not_answer_may_be_written() -> None:
     assert still_writing(_states(_NOBODY, _NOBODY)) == ""
     said = still_writing(_states(_NOBODY, _SILENT, _SILENT))
-    assert "why rank 0/0/1, 0/0/2 does not say who can write its memory" in said
+    assert "why rank 0/0/1, 0/0/2 does not report who can write its memory" in said
     writing = _NOBODY | {"writing": True, "writers": [7], "holders": [7]}
     assert still_writing(_states(_SILENT, writing)).startswith("end process 7")
 
@@ -64,7 +64,7 @@ async def test_nothing_is_placed_where_a_rank_does_not_say_who_writes(
         engine.events.clear()
         engine.after["state"] = lambda replies: [replies[0], replies[1] | _SILENT]
         it.keeper.suspect("a test asks")
-        await until(lambda: "does not say who can write" in it.keeper.status().reason)
+        await until(lambda: "does not report who can write" in it.keeper.status().reason)
         assert it.keeper.status().state == pb.ENGINE_STATE_FENCED
         assert set(engine.events) == {"fence"}, "nothing was written"
         engine.after.clear()

@@ -55,5 +55,5 @@ def test_defaults() -> None:
     assert _engine_names("--engines=/run/engines") == []
     assert _engine_names("--engine=none") == ["none"]
     assert _engine_names("--engine=unix:/a", "--engine=unix:/b") == ["unix:/a", "unix:/b"]
-    with pytest.raises(ValueError, match="give that, or engine, not both"):
+    with pytest.raises(ValueError, match="or engine, not both"):
         _engine_names("--engine=unix:/a", "--engines=/b")

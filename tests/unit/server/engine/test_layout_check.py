@@ -75,7 +75,9 @@ async def test_a_name_that_no_rank_has_a_place_for_is_refused(it: Plant) -> None
 
     it.engine.after["check"] = placed("e", of=added)
     error = await _layout_refused(it, _with(added), "e")
-    assert error.message.startswith("leave out what the model has no place for (e); every rank")
+    assert error.message.startswith(
+        "leave out the tensors that the model does not have (e); every rank"
+    )
     # One that some rank has a place for is taken.
     it.engine.after["check"] = placed(of=["f"])
     await it.here.push([_with({"f": ("U8", (1,), b"z")})], 2)
@@ -103,7 +105,7 @@ async def test_what_was_probably_meant_is_told(
             for reply in replies
         ]
     error = await _layout_refused(it, shard, *added)
-    refused = "rank 0/0/0 refused: push this model" if by_each_rank else "leave out what"
+    refused = "rank 0/0/0 refused: push this model" if by_each_rank else "leave out the tensors"
     assert error.message.startswith(remedy + refused)
     assert error.message.endswith(hint)
     assert ", ".join(added) in error.message

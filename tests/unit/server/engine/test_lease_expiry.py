@@ -60,7 +60,7 @@ async def test_a_server_that_was_late_cannot_resume_by_its_lease(
         async with it.keeper.exclusive() as session, session.paused(PauseSpec(), APPLY):
             await until(lambda: engine._condition is EngineState.FENCED)
             assert engine.serves == 0
-            with pytest.raises(WeightSyncError, match="not the present one"):
+            with pytest.raises(WeightSyncError, match="not the current lease"):
                 await session.resume(session.live)
         assert engine.events[-1] == "expire"
         # What every rank holds is asked, proved and served.

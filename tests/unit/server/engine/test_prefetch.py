@@ -247,7 +247,9 @@ async def test_other_bytes_on_a_device_fail_the_apply(it: Plant) -> None:
     ready = engine._ready
     engine._ready = lambda *args: ready(*args) | {"shards": [0], "unlike": ["b", "c"]}  # type: ignore[method-assign]
     await it.here.push(_shards(5), 5)
-    with pytest.raises(WeightSyncError, match="has other bytes of b, c on its device") as caught:
+    with pytest.raises(
+        WeightSyncError, match="has different bytes of b, c on its device"
+    ) as caught:
         await it.apply(5)
     assert caught.value.reason is Reason.DATA_CORRUPT
     assert engine.serves == 4

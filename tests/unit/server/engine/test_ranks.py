@@ -256,7 +256,7 @@ async def test_ranks_that_do_not_answer_before_anything_is_written(
         "verify": lambda: ranks.verify("id", 0.05),
         "capture": lambda: ranks.capture("d", 0.05),
     }
-    with pytest.raises(WeightSyncError, match="look at its log, and call again when") as caught:
+    with pytest.raises(WeightSyncError, match="check its log, and call again when") as caught:
         await calls[method]()
     assert caught.value.reason is Reason.DEADLINE_EXCEEDED
     assert f"did not answer weightsync_{method} within 0.05 s" in caught.value.message

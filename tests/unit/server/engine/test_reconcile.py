@@ -429,7 +429,7 @@ async def test_a_pause_for_placing_never_outlives_a_failure(tmp_path: Path, engi
         engine._content, engine._dirty = "", True
 
         async def no_slot(*_: object, **__: object) -> None:
-            _fail(Reason.NO_SLOT, "no slot came free")
+            _fail(Reason.NO_SLOT, "no slot became free")
 
         stage = it.here.model.stager.stage
         it.here.model.stager.stage = no_slot  # type: ignore[assignment]

@@ -70,7 +70,7 @@ async def test_of_a_change_what_it_keeps_is_named(it: Plant) -> None:
     table.get(3).base = table.get(2)
     error = await _refused(it, 3)
     assert "version 3 is a change of version 2" in error.message
-    assert "name another with base=" in error.message
+    assert "name another one with base=" in error.message
     table.get(3).base = None
 
 
@@ -134,7 +134,7 @@ async def test_somebody_may_accept_it(it: Plant) -> None:
 async def test_a_failure_is_no_refusal_of_the_content(it: Plant) -> None:
     await it.push(2)
     it.engine.before["prepare"] = lambda: (_ for _ in ()).throw(
-        WeightSyncError(Reason.ENGINE_REFUSED, "the lease is not the present one")
+        WeightSyncError(Reason.ENGINE_REFUSED, "the lease is not the current lease")
     )
     await _refused(it, 2)
     assert not _info(it, 2).rejected_reason

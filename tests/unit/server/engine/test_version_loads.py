@@ -415,7 +415,7 @@ async def test_a_load_ends_with_the_vllm_that_it_is_made_for(
     waiting = asyncio.create_task(loads.ensure(here.model.table.get(2), 60))
     await engine.loads(1)
     engine.presence = EngineLiveness.LEFT
-    with pytest.raises(WeightSyncError, match="vLLM left in the middle of a load") as caught:
+    with pytest.raises(WeightSyncError, match="vLLM exited during a load") as caught:
         await asyncio.wait_for(waiting, 5)
     assert caught.value.reason is Reason.ENGINE_AWAY
 
@@ -431,8 +431,8 @@ async def test_loaders_that_ended_for_a_sleep_have_not_failed(
     waiting = asyncio.create_task(loads.ensure(here.model.table.get(3), 5))
     await engine.loads(2)
     engine.presence = EngineLiveness.ASLEEP
-    engine.tell({"phase": "failed", "error": "the load was given up"})
-    with pytest.raises(WeightSyncError, match="the engine sleeps; wake it up"):
+    engine.tell({"phase": "failed", "error": "the load was cancelled"})
+    with pytest.raises(WeightSyncError, match="wake the engine up, then try again"):
         await waiting
     assert not loads.resident("live")
     assert not loads.status()
@@ -459,7 +459,7 @@ async def test_a_sleep_while_a_load_is_looked_at_leaves_nothing_loaded(
     waiting = asyncio.create_task(loads.ensure(here.model.table.get(2), 5))
     await engine.loads(1)
     engine.ready("2", "live")
-    with pytest.raises(WeightSyncError, match="the engine sleeps"):
+    with pytest.raises(WeightSyncError, match="wake the engine up"):
         await waiting
     assert not loads.resident("live")
     assert loads.wants(here.model.table.get(2))

@@ -216,7 +216,7 @@ async def test_a_partial_update_brings_what_the_base_has_and_as_it_has_it(
     for wrong in wrongs:
         version, error = await feed.update(wrong, partial=True)
         assert version == 0
-        assert "send all tensors, or those of the version that is served" in error
+        assert "send all tensors, or send these exactly as in the version that is served" in error
         assert it.engine.serves == 1
 
 
@@ -316,7 +316,7 @@ async def test_a_fault_ends_the_update_and_not_the_watch(
 
     with monkeypatch.context() as patch:
         patch.setattr(it.applier, "apply", faulty)
-        assert "its log tells why" in (await feed.update(checkpoint(2)))[1]
+        assert "see its log" in (await feed.update(checkpoint(2)))[1]
     # What the trainer was refused is not what "newest" means.
     assert _info(it, 2).serving == pb.SERVING_REJECTED
     assert (await it.apply()).version == 1

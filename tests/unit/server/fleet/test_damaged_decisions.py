@@ -41,12 +41,12 @@ async def test_a_barrier_leads_out_of_a_damaged_decision(fleet: Fleet, key: str)
         own.rollback(ApplyOrder.BARRIER),
         own.abort(),
     ):
-        with pytest.raises(WeightSyncError, match=f"^put {key} back as it was, or have") as caught:
+        with pytest.raises(WeightSyncError, match=f"^restore {key}, or apply") as caught:
             await call
         assert "`weightsync fleet apply VERSION --order barrier`" in caught.value.message
     status = await FleetStatusReader(fleet.register).status()
     assert (status.decided_version, status.newest.apply) == (0, 2)
-    assert status.newest.reason.startswith(f"put {key} back")
+    assert status.newest.reason.startswith(f"restore {key}")
     outcome = await own.apply(version(4), ApplyOrder.BARRIER)
     assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ())
     await fleet.until_serving(a=4, b=4)
@@ -105,7 +105,7 @@ async def test_who_is_overtaken_waits_no_longer_and_is_told(fleet: Fleet) -> Non
     second = asyncio.create_task(fleet.coordinator(limits).apply(version(3), ApplyOrder.BARRIER))
     outcome = await first
     assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ("b",))
-    assert outcome.reason == "overtaken by apply 2 before all were seen to be live"
+    assert outcome.reason == "superseded by apply 2 before all members were confirmed live"
     held.set()
     assert (await second).verdict is Verdict.COMMIT
     report = await FleetStatusReader(fleet.register).report(1)
@@ -126,7 +126,7 @@ async def test_an_abort_that_the_register_does_not_take_has_an_end(
 
     with monkeypatch.context() as broken:
         broken.setattr(fleet.register, "create", full)
-        with pytest.raises(WeightSyncError, match="call again once the register takes") as caught:
+        with pytest.raises(WeightSyncError, match="call again once the register accepts") as caught:
             await fleet.coordinator().abort()
     assert caught.value.reason is Reason.DEADLINE_EXCEEDED
     applying.cancel()

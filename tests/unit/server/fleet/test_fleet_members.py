@@ -172,7 +172,7 @@ async def test_a_host_goes_over_only_while_others_wait_for_it(
         with pytest.raises(WeightSyncError, match="may have decided without it"):
             member.permitted_s(target)
         fleet.thaw("a")
-        raise WeightSyncError(Reason.ENGINE_AWAY, "it was not let serve")
+        raise WeightSyncError(Reason.ENGINE_AWAY, "it was not allowed to serve")
 
     with monkeypatch.context() as patch:
         patch.setattr(fleet.hosts["a"], "commit", commit)
@@ -249,7 +249,7 @@ async def test_members_abort_what_their_coordinator_left(fleet: Fleet) -> None:
         newest := (await reader.read()).newest
     ) is None or newest.outcome is None:
         await asyncio.sleep(0.05)
-    assert (newest.outcome, newest.reason) == (Verdict.ABORT, "its coordinator is gone")
+    assert (newest.outcome, newest.reason) == (Verdict.ABORT, "its coordinator has exited")
     gate.set()
     again = await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
     assert again.verdict is Verdict.COMMIT
@@ -287,7 +287,7 @@ async def test_a_member_that_dies_before_it_is_ready_is_not_waited_for(
     await fleet.kill("b")
     outcome = await applying
     assert outcome.verdict is Verdict.ABORT
-    assert outcome.reason.startswith("b is gone from the fleet's register")
+    assert outcome.reason.startswith("b is no longer in the fleet's register")
     await fleet.start("b")
     await fleet.until_serving(a=1, b=1)
 
@@ -297,7 +297,9 @@ async def test_a_register_that_was_emptied_is_not_followed(fleet: Fleet) -> None
     await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
     for file in (fleet.folder / "register" / "records").iterdir():
         file.unlink()
-    await until(lambda: "it was emptied or put back" in fleet.members["a"].view.why)
+    await until(
+        lambda: "it was emptied or restored from an older copy" in fleet.members["a"].view.why
+    )
     assert fleet.serving == {"a": 2}
 
 
@@ -336,7 +338,7 @@ async def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     await again.serve()
     assert MemberJournal(path).stopped_in == 0
     path.write_text("{}")
-    with pytest.raises(WeightSyncError, match="is not known whether this host may serve") as caught:
+    with pytest.raises(WeightSyncError, match="cannot know whether it may serve") as caught:
         MemberJournal(path)
     assert caught.value.reason == Reason.DATA_CORRUPT
     shutil.rmtree(tmp_path)

@@ -103,7 +103,7 @@ async def test_a_pause_that_a_member_cannot_make_is_refused_before_anybody_pause
 @pytest.mark.parametrize(
     ("pause", "sentence"),
     [
-        (PauseSpec(BETWEEN_STEPS, clear_cache=False), "do not stand still for one decision"),
+        (PauseSpec(BETWEEN_STEPS, clear_cache=False), "do not pause for one decision"),
         (PauseSpec("wait"), r"cannot wait 30 s .* up to 7\.5 s, use order ROLLING"),
     ],
 )

@@ -67,7 +67,7 @@ def test_one_that_is_behind_a_barrier_is_fenced_also_during_the_next_apply() -> 
 def test_one_whose_coordinator_is_gone_decides_against_the_apply() -> None:
     apply = _apply(1, ApplyOrder.BARRIER, committed=False)
     step = next_step(replace(_SERVES_OLD, alone=True), History((apply,)))
-    assert step == Abort(1, 1, "its coordinator is gone", "n1")
+    assert step == Abort(1, 1, "its coordinator has exited", "n1")
 
 
 def test_one_that_is_not_behind_takes_part() -> None:
@@ -196,7 +196,7 @@ def test_what_a_barrier_has_left_is_not_served_because_it_is_to_come_again() -> 
     applies = tuple(_apply(number, ApplyOrder.BARRIER, committed=True) for number in (1, 2))
     history = History((*applies, Apply(back)))
     step = next_step(_SERVES_OLD, history)
-    assert step == Fence("version 3 was decided; this host goes to it first")
+    assert step == Fence("version 3 was decided; this host applies it first")
 
 
 def test_one_that_is_behind_during_a_barrier_is_told_that_it_waits_for_that() -> None:
@@ -206,7 +206,7 @@ def test_one_that_is_behind_during_a_barrier_is_told_that_it_waits_for_that() ->
     )
     step = next_step(_SERVES_OLD, History(applies))
     assert isinstance(step, Fence)
-    assert "serves nothing until the barrier that runs is decided" in step.reason
+    assert "serves nothing until the running barrier is decided" in step.reason
     assert next_step(replace(_SERVES_OLD, mode=HostMode.FENCED), History(applies)) == Prepare(
         _version(3)
     )

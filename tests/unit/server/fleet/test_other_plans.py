@@ -190,7 +190,7 @@ async def test_a_decision_on_another_plan_is_none_on_this_one(fleet: Fleet) -> N
     fleet.hosts["b"].refuses = {"prepare"}
     outcome = await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
     assert (outcome.verdict, fleet.serving) == (Verdict.ABORT, {"a": 1, "b": 1})
-    assert "another plan of this number" in outcome.reason
+    assert "another plan with this number" in outcome.reason
     fleet.hosts["b"].refuses = set()
     assert (await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)).number == 2
     assert fleet.serving == {"a": 3, "b": 3}
@@ -203,7 +203,7 @@ async def test_what_was_said_of_another_plan_is_not_said_of_this_one(fleet: Flee
         await fleet.register.create(report_key(1, ApplyPhase.READY, name), left)
     outcome = await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
     assert (outcome.verdict, fleet.serving) == (Verdict.ABORT, {"a": 1, "b": 1})
-    assert "another plan of this number" in outcome.reason
+    assert "another plan with this number" in outcome.reason
     assert (await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)).number == 2
 
 
@@ -219,7 +219,7 @@ async def test_a_word_to_pause_for_another_plan_is_none_for_this_one(fleet: Flee
     # Nobody could be given the word any more.
     outcome = await applying
     assert (outcome.verdict, fleet.serving) == (Verdict.ABORT, {"a": 2, "b": 2})
-    assert "another plan of this number" in outcome.reason
+    assert "another plan with this number" in outcome.reason
     assert (await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)).number == 3
 
 
@@ -246,12 +246,12 @@ async def test_who_has_read_less_does_not_abort_what_was_committed(
     await put_back_past_a_commit(fleet, monkeypatch)
     fleet.thaw("b")
     # Its coordinator is gone, and `b` alone would abort it.
-    await until(lambda: "for a has read more" in fleet.members["b"].view.why)
+    await until(lambda: "for a has read a newer state" in fleet.members["b"].view.why)
     await until(lambda: fleet.members["b"].state.mode is HostMode.FENCED)
     assert await fleet.register.get(decision_key(2, 1)) is None
     assert fleet.serving == {"a": 3, "b": 0}
     # Nor is it aborted for another apply.
-    with pytest.raises(WeightSyncError, match="for a takes part in nothing"):
+    with pytest.raises(WeightSyncError, match="because a takes no part"):
         await fleet.coordinator().apply(version(4), ApplyOrder.ROLLING)
     assert await fleet.register.get(decision_key(2, 1)) is None
 
@@ -266,7 +266,7 @@ async def test_who_was_away_hears_of_a_register_that_was_put_back(fleet: Fleet) 
     put_back(fleet, copy)
     # It is there again before the other one has read it.
     fleet.thaw("c")
-    await until(lambda: "for a has read more" in fleet.members["c"].why)
+    await until(lambda: "for a has read a newer state" in fleet.members["c"].why)
     assert not fleet.members["c"]._journal.refusal
 
 

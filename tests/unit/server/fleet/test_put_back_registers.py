@@ -102,7 +102,7 @@ async def test_the_way_out_that_is_named_brings_back_what_was_served(fleet: Flee
     await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
     put_back(fleet, copy)
     await until(lambda: all(one._journal.refusal for one in fleet.members.values()))
-    assert "apply again what they serve now" in fleet.members["a"]._journal.refusal
+    assert "apply again the version that they serve now" in fleet.members["a"]._journal.refusal
     for name in "ab":
         await fleet.kill(name)
         (fleet.folder / name / "journal.json").unlink()
@@ -144,32 +144,34 @@ async def test_nothing_is_planned_in_a_register_that_a_member_refuses(fleet: Fle
     # Its member need not have read it yet.
     own = knowing(fleet, "a")
     for call in (own.apply(version(4), ApplyOrder.BARRIER), own.rollback(ApplyOrder.ROLLING)):
-        with pytest.raises(WeightSyncError, match="it was emptied or put back") as caught:
+        with pytest.raises(
+            WeightSyncError, match="it was emptied or restored from an older copy"
+        ) as caught:
             await call
         assert caught.value.reason is Reason.DATA_CORRUPT
         assert "journal.json" in caught.value.message
-    with pytest.raises(WeightSyncError, match="it was emptied or put back"):
+    with pytest.raises(WeightSyncError, match="it was emptied or restored from an older copy"):
         await own.abort()
 
     async def refusals() -> set[str]:
         alive, _ = await fleet.register.members(MEMBERS)
         return {decode_refusal(value)[:42] for value in alive.values()}
 
-    while await refusals() != {"this member does not follow the register: "}:  # noqa: ASYNC110 - a register is asked
+    while await refusals() != {"restore the newest state of the register: "}:  # noqa: ASYNC110 - a register is asked
         await asyncio.sleep(0.01)
     # Another host knows nothing, and believes them.
-    with pytest.raises(WeightSyncError, match=r"planned or ended, for a takes part in nothing"):
+    with pytest.raises(WeightSyncError, match=r"planned or ended, because a takes no part"):
         await fleet.coordinator().apply(version(4), ApplyOrder.ROLLING)
     assert await fleet.register.get(plan_key(2)) is None
     listed = (await FleetStatusReader(fleet.register).status()).members
-    assert all("does not follow the register" in one.reason for one in listed)
+    assert all("does not follow it" in one.reason for one in listed)
     # Nor does one that begins now serve what the fleet has left.
     starting = asyncio.create_task(fleet.start("c"))
     await until(lambda: "c" in fleet.members)
-    await until(lambda: "for a has read more" in fleet.members["c"].view.why)
+    await until(lambda: "for a has read a newer state" in fleet.members["c"].view.why)
     assert fleet.members["c"].view.history is None
     fleet.members["c"]._state = replace(fleet.members["c"]._state, mode=HostMode.FENCED)
-    assert "for a has read more" in fleet.members["c"].why
+    assert "for a has read a newer state" in fleet.members["c"].why
     assert fleet.serving == {"a": 3, "b": 3, "c": 1}
     # The newest state of the register brings all back.
     put_back(fleet, newest)

@@ -1,4 +1,4 @@
-"""A member that has read more refuses what the register says, and others heed it."""
+"""A member that has read a newer state refuses what the register says, and others heed it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_an_abort_by_a_call_heeds_who_has_read_more(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put_back_past_a_commit(fleet, monkeypatch)
-    with pytest.raises(WeightSyncError, match="a takes part in nothing"):
+    with pytest.raises(WeightSyncError, match="a takes no part"):
         await fleet.coordinator().abort()
     assert await fleet.register.get(decision_key(2, 1)) is None
 
@@ -56,8 +56,10 @@ async def test_a_repeated_call_heeds_who_has_read_more(
         await told(fleet, name)
     # A host that knows nothing is asked; it is a stranger to that barrier.
     starting = asyncio.create_task(fleet.start("c"))
-    await until(lambda: "c" in fleet.members and "has read more" in fleet.members["c"].view.why)
-    with pytest.raises(WeightSyncError, match="a takes part in nothing"):
+    await until(
+        lambda: "c" in fleet.members and "has read a newer state" in fleet.members["c"].view.why
+    )
+    with pytest.raises(WeightSyncError, match="a takes no part"):
         await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER, key="k")
     starting.cancel()
     assert await fleet.register.get(decision_key(2, 1)) is None
@@ -95,14 +97,14 @@ async def test_nobody_goes_back_by_an_abort_in_a_register_that_was_put_back(
         plan = view.history.running.plan  # type: ignore[union-attr]  # it runs
         given = (plan.number, 1, Verdict.ABORT, "x", "it was ended by a call", plan.nonce)
         assert await decide(fleet.register, *given) is Verdict.ABORT
-        await until(lambda: "a has read more" in view.why)
+        await until(lambda: "a has read a newer state" in view.why)
     elif call == "abort":
-        with pytest.raises(WeightSyncError, match="a takes part in nothing"):
+        with pytest.raises(WeightSyncError, match="a takes no part"):
             await fleet.coordinator(limits).abort()
     else:
         # Another one has come, for which a barrier is called off.
         await fleet.register.member("members/z", b"", 5)
-        with pytest.raises(WeightSyncError, match="a takes part in nothing"):
+        with pytest.raises(WeightSyncError, match="a takes no part"):
             await fleet.coordinator(limits).apply(version(3), ApplyOrder.BARRIER, key="k")
     await asyncio.sleep(0.5)
     assert fleet.serving == {"a": 3, "b": 0}
@@ -117,7 +119,9 @@ async def test_who_is_fenced_for_another_one_refuses_names_that_one(fleet: Fleet
     starting = asyncio.create_task(fleet.start("c", limits=limits))
     await until(lambda: "c" in fleet.members and fleet.members["c"]._journal.refusal)
     member = fleet.members["a"]
-    await until(lambda: member.state.mode is HostMode.FENCED and "c has read more" in member.why)
+    await until(
+        lambda: member.state.mode is HostMode.FENCED and "c has read a newer state" in member.why
+    )
     starting.cancel()
 
 
@@ -127,8 +131,10 @@ async def test_who_stands_still_and_is_fenced_names_who_refuses(
     await put_back_past_a_commit(fleet, monkeypatch)
     fleet.thaw("b")
     member = fleet.members["b"]
-    await until(lambda: "for a has read more" in member.view.why)
-    await until(lambda: member.state.mode is HostMode.FENCED and "a has read more" in member.why)
+    await until(lambda: "for a has read a newer state" in member.view.why)
+    await until(
+        lambda: member.state.mode is HostMode.FENCED and "a has read a newer state" in member.why
+    )
 
 
 async def test_who_is_displaced_learns_it_beside_a_refusal(fleet: Fleet) -> None:
@@ -139,7 +145,7 @@ async def test_who_is_displaced_learns_it_beside_a_refusal(fleet: Fleet) -> None
     starting = asyncio.create_task(fleet.start("c"))
     await until(lambda: "c" in fleet.members and fleet.members["c"]._journal.refusal)
     # It says so, and has nothing new to say from then on.
-    await until(lambda: b"c has read more" in fleet.members["a"]._announced)
+    await until(lambda: b"c has read a newer state" in fleet.members["a"]._announced)
     other = await fleet.register.member("members/a", b"", 5)
     await until(lambda: fleet.serving["a"] == 0)
     starting.cancel()

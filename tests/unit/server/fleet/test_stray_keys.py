@@ -62,12 +62,12 @@ async def test_a_fleet_goes_on_beside_keys_that_are_not_its_own(
         path.write_bytes(b"{}")
     await fleet.start("a")
     await fleet.coordinator().apply(version(2), ApplyOrder.BARRIER)
-    await until(lambda: "no key of a fleet" in caplog.text)
+    await until(lambda: "not a key of a fleet" in caplog.text)
     outcome = await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
     assert (outcome.number, outcome.verdict, outcome.lagging) == (2, Verdict.COMMIT, ())
     assert not fleet.members["a"].view.why
     # It is named once, and in the status for as long as it is there.
-    assert caplog.text.count("no key of a fleet") == 1
+    assert caplog.text.count("not a key of a fleet") == 1
     status = await FleetStatusReader(fleet.register).status()
     async with asyncio.timeout(20):
         # Until the member has said what it holds now.

@@ -335,7 +335,7 @@ async def test_a_host_whose_engines_are_dead_says_so_at_once(
 
         for engine in engines.values():
             engine.before |= dict.fromkeys(("health", "hello", "fence", "pause"), dead)
-        await it.host.fence("another version was decided")
+        await it.host.fence("the fleet decided another version")
         for call in (it.host.prepare(it.version(2)), it.host.commit(it.version(2))):
             with pytest.raises(WeightSyncError, match="start vLLM, or stop this member") as caught:
                 await call

@@ -129,7 +129,7 @@ async def test_nothing_is_collected_while_the_register_cannot_be_read(
         await asyncio.to_thread(folder.rename, away)
         await push(here, 3, 4, 5)
         assert kept(here) == [1, 2, 3, 4, 5]
-        assert caplog.text.count("no version is collected for now") == 1
+        assert caplog.text.count("no version is deleted for now") == 1
         await asyncio.to_thread(away.rename, folder)
         await found.close()
         # Nor for somebody whose record is of another release.

@@ -66,7 +66,7 @@ async def test_engines_change_between_two_steps_once_it_is_decided(
         await it.host.prepare(it.version(2), _BETWEEN)
         for engine in engines.values():
             engine.events.clear()
-        with pytest.raises(WeightSyncError, match="do not stand still") as caught:
+        with pytest.raises(WeightSyncError, match="are not paused") as caught:
             await it.host.pause()
         assert caught.value.reason == Reason.ENGINE_REFUSED
         assert it.serves() == {1}
@@ -100,8 +100,8 @@ async def test_a_switch_that_fails_leaves_the_host_fenced_until_its_member_says_
     ("ability", "pause", "sentence"),
     [
         (BETWEEN_STEPS, _BETWEEN, "cannot change weights between two steps"),
-        (FENCES_ON_EXPIRY, None, "would resume when a pause runs out"),
-        (FENCES_ON_EXPIRY, PauseSpec("abort"), "would resume when a pause runs out"),
+        (FENCES_ON_EXPIRY, None, "resumes when a pause times out"),
+        (FENCES_ON_EXPIRY, PauseSpec("abort"), "resumes when a pause times out"),
     ],
 )
 async def test_what_an_engine_cannot_is_refused_before_anything_pauses(

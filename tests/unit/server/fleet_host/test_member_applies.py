@@ -53,7 +53,7 @@ async def test_what_the_fleet_decided_against(tmp_path: Path, engines: dict[str,
         await it.host.resume()
         (last,) = _of_member(it)
         assert (last.result, last.version) == (pb.APPLY_RESULT_RESTORED, 2)
-        assert "the fleet decided against it" in last.reason
+        assert "the fleet decided to abort it" in last.reason
 
 
 async def test_what_fails_before_and_after_the_decision(

@@ -54,7 +54,7 @@ def test_room_is_what_this_user_may_write(disk: SimpleNamespace) -> None:
     ("changes", "sentence"),
     [
         ({}, "free space on the disk of /data: 3000 bytes are left, and 3000 of them are kept"),
-        ({"f_flag": os.ST_RDONLY}, "mount /data so that it can be written: it is read-only"),
+        ({"f_flag": os.ST_RDONLY}, "mount /data writable: it is read-only"),
         ({"f_favail": 0, "f_bavail": 301}, "remove files from the disk of /data"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_disk_without_room_says_what_helps(
 
 def test_a_folder_that_is_gone_takes_nothing(tmp_path: Path) -> None:
     error = read_disk(DataFolder("store", tmp_path / "gone")).error
-    why = "which cannot be asked: No such file or directory"
+    why = "which cannot be read: No such file or directory"
     assert error == f"mend the disk of {tmp_path}/gone, {why}"
 
 

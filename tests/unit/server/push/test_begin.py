@@ -113,7 +113,7 @@ async def test_a_version_that_is_being_dropped_is_no_checkpoint_of_an_engine(
 ) -> None:
     record = await here.model.table.add_in_place(InPlacePush("secret"))
     asked, gone = _delay_discard(here, monkeypatch)
-    error = WeightSyncError(Reason.APPLY_RESTORED, "the trainer was silent")
+    error = WeightSyncError(Reason.APPLY_RESTORED, "the trainer sent no heartbeat")
     dropping = asyncio.create_task(here.pushes.give_up(record, error))
     await asked.wait()
     await refused(here, Reason.VERSION_NOT_ABOVE, version=record.version)
@@ -146,7 +146,7 @@ async def test_by_what_others_know_one_caller_alone_brings_what_was_written(
 async def test_what_is_given_up_twice_ends_no_push_of_another(here: World) -> None:
     record = await here.model.table.add_in_place(InPlacePush("secret"))
     theirs = await here.pushes.begin(begin(version=record.version + 1), None)
-    error = WeightSyncError(Reason.APPLY_RESTORED, "the trainer was silent")
+    error = WeightSyncError(Reason.APPLY_RESTORED, "the trainer sent no heartbeat")
     for _ in range(2):
         await here.pushes.give_up(record, error)
     assert here.pushes.find(theirs.push_id).state.error is None

@@ -180,7 +180,7 @@ async def test_without_the_base_in_memory_a_writer_is_told_and_can_send_all(
     box_world.model.slots.release(box_world.model.table.get(1))
     now = after(before)
     first, other = sharded(now, 2)
-    with pytest.raises(WeightSyncError, match="does not lie in memory any more") as caught:
+    with pytest.raises(WeightSyncError, match="is no longer in memory") as caught:
         await begin(box_world, first, reply.content_digest)
     assert caught.value.reason is Reason.BASE_MISMATCH
     replies = await asyncio.gather(first.push(box_world), other.push(box_world))
@@ -191,7 +191,7 @@ async def test_tensors_that_lie_otherwise_are_no_base(box_world: World) -> None:
     _, reply = await base_of(box_world)
     writer, _ = sharded(version(), 2)
     facts = {"kind": pb.PUSH_KIND_DELTA, "base_content_digest": reply.content_digest}
-    with pytest.raises(WeightSyncError, match="lie otherwise in version 1") as caught:
+    with pytest.raises(WeightSyncError, match="laid out differently in version 1") as caught:
         await writer.begin(box_world, **facts)
     assert caught.value.reason is Reason.BASE_MISMATCH
 

@@ -180,7 +180,7 @@ async def test_what_is_being_copied_is_neither_copied_again_nor_written(site: Si
         await asyncio.to_thread(session.lend, 1)
     parts = first.held[1].sent + first.held[1].replicas
     digests = b"".join(tensor_digest(part.data) for part in parts)
-    with pytest.raises(WeightSyncError, match="was not lent"):
+    with pytest.raises(WeightSyncError, match="was not shared"):
         await asyncio.to_thread(session.written, 1, digests)
     site.copier.gate.set()
     await other.stream(site.world)

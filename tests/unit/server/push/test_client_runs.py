@@ -36,7 +36,7 @@ async def test_both_are_told(here: World, caplog: pytest.LogCaptureFixture) -> N
     assert _other(await _push(here, 5, "b")) == ("a", 4, True)
     warned = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert len(warned) == 2
-    assert "runs a and b push in turn: version 4" in warned[0]
+    assert "two trainers push: run a and run b (versions 4" in warned[0]
     assert "acquire_epoch()" in warned[0]
     told = [(r.client_run, r.newest_version, r.versions) for r in here.model.runs.status()]
     assert told == [("b", 5, 2), ("a", 4, 3)]

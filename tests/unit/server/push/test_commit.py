@@ -334,7 +334,7 @@ async def test_the_log_says_what_a_client_gave_a_push_up_for(
             push = await sent(here, simple())
             await here.pushes.abort(pb.AbortPushRequest(push_id=push, reason=reason))
     assert [record.message for record in caplog.records if "ended" in record.message] == [
-        "push of version 1 ended: its client gave it up",
-        "push of version 1 ended: its client gave it up, saying 'too much\\nhas changed'",
+        "push of version 1 ended: its client aborted it",
+        "push of version 1 ended: its client aborted it, saying 'too much\\nhas changed'",
     ]
     assert {record.levelname for record in caplog.records} == {"INFO"}

@@ -159,7 +159,7 @@ S = simple()[0]
         ([chunk(0, 0, b"x")], "layout"),
         ([*S.given()], "layout"),
         ([*S.layout(), chunk(0, 0, b"x" * ((2 << 20) + 1))], "2097152"),
-        ([*S.layout(), chunk(0, 0, S.data + b"x")], "whose layout tells"),
+        ([*S.layout(), chunk(0, 0, S.data + b"x")], "whose layout declares"),
         ([Message(begin=begin())], "first message"),
         ([Message()], "empty message"),
         ([*S.layout(), Message(digests=pb.ShardDigests(first=1, digests=b"x" * 32))], "digests"),

@@ -218,7 +218,7 @@ async def test_a_tensor_that_comes_in_part_is_a_hole(box_world: World) -> None:
     del writers[2].held[0].sent[0]
     for error in await refusals(box_world, writers):
         assert error.reason is Reason.LAYOUT_INVALID
-        assert "does not come whole" in error.message
+        assert "is not sent whole" in error.message
 
 
 async def test_a_tensor_of_which_nobody_has_a_box_stays(box_world: World) -> None:

@@ -152,7 +152,7 @@ async def test_two_that_send_the_same_are_compared(box_world: World) -> None:
         *(writer.push(box_world) for writer in writers), return_exceptions=True
     ):
         assert isinstance(error, WeightSyncError)
-        assert "writers 0 and 1 are to hold the same" in error.message
+        assert "writers 0 and 1 declared the same part" in error.message
 
 
 async def test_one_that_sends_a_box_twice_is_refused(box_world: World) -> None:
@@ -209,8 +209,8 @@ async def test_one_that_never_comes_ends_it_for_all_and_is_told_when_it_comes(
     writers = sharded(version(shards=1), 3)
     for error in await refusals(box_world, writers[:2]):
         assert error.reason is Reason.PUSH_ABORTED
-        assert "writer 2 of 3 did not come for 1.5 s" in error.message
-    with pytest.raises(WeightSyncError, match="writer 2 of 3 did not come"):
+        assert "writer 2 of 3 did not arrive for 1.5 s" in error.message
+    with pytest.raises(WeightSyncError, match="writer 2 of 3 did not arrive"):
         await writers[2].push(box_world)
     # Told once: the next try of all of them is another push.
     responses = await push_all(box_world, writers)
@@ -312,7 +312,7 @@ async def test_bytes_before_boxes_and_boxes_before_the_layout_are_refused(
     await writer.begin(box_world)
     with pytest.raises(WeightSyncError, match="before the last part of its layout"):
         await writer.stream(box_world, [held.boxes()])
-    with pytest.raises(WeightSyncError, match="before the last part of writer 0's boxes"):
+    with pytest.raises(WeightSyncError, match="the last part of writer 0's boxes before"):
         await writer.stream(box_world, [*held.shard.layout(), *held.chunks()])
 
 
@@ -336,7 +336,7 @@ async def test_boxes_in_a_push_of_one_are_refused(box_world: World) -> None:
     shards = simple()
     response = await box_world.pushes.begin(pb.BeginPushRequest(model="m"), None)
     boxes = pb.PushWeightsRequest(boxes=pb.BoxPart(shard=0, last=True))
-    with pytest.raises(WeightSyncError, match="begin it with writers"):
+    with pytest.raises(WeightSyncError, match="begin the push with writers"):
         await box_world.join(response.push_id, [*shards[0].layout(), boxes])
 
 
@@ -461,11 +461,11 @@ async def test_two_processes_with_one_number_do_not_mix(box_world: World) -> Non
     await stranger.stream(box_world, list(stranger.held[1].all()))
     await asyncio.sleep(0.1)
     late = stranger.held[0]
-    with pytest.raises(WeightSyncError, match="two processes have its number") as caught:
+    with pytest.raises(WeightSyncError, match="two processes use this number") as caught:
         await stranger.stream(box_world, [late.boxes(), late.digests()])
     assert caught.value.reason is Reason.DIGEST_MISMATCH
     for writer in writers:
-        with pytest.raises(WeightSyncError, match="two processes have its number"):
+        with pytest.raises(WeightSyncError, match="two processes use this number"):
             await writer.commit(box_world)
     assert box_world.model.table.list() == []
 

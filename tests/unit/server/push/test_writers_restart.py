@@ -117,9 +117,9 @@ async def test_one_that_does_not_come_back_ends_it_for_all(
         for answer in answers:
             assert isinstance(answer, WeightSyncError), answers
             assert answer.reason is Reason.PUSH_ABORTED
-            assert "writer 3 of 4 did not come for 1.5 s" in answer.message
+            assert "writer 3 of 4 did not arrive for 1.5 s" in answer.message
         # The one that comes late is told once, and the step begins anew.
-        with pytest.raises(WeightSyncError, match="writer 3 of 4 did not come"):
+        with pytest.raises(WeightSyncError, match="writer 3 of 4 did not arrive"):
             await writers[-1].begin(here)
         assert list((tmp_path / "store").rglob("*.safetensors*")) == []
         answers = await push_all(here, writers)

@@ -167,7 +167,7 @@ async def test_a_delta_in_the_place_of_another_is_refused(
         await until(lambda: there.metric("weightsync_follow_failures_total") > 1)
         assert there.here.model.table.list() == []
     assert "the delta of version 3" in caplog.text
-    assert "its record tells" in caplog.text
+    assert "its record says" in caplog.text
 
 
 async def test_retention_bounds_what_a_follower_keeps(origin: World, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ async def test_an_origin_that_was_begun_anew_is_told(
     async with following(tmp_path / "b", origin.model.store.url) as there:
         await until(lambda: there.metric("weightsync_follow_failures_total") > 0)
         assert [record.version for record in there.here.model.table.list()] == [9]
-    assert "none of which is here, where numbers up to 9 were used" in caplog.text
+    assert "none of which are here, but numbers up to 9 were used here" in caplog.text
 
 
 async def test_what_was_deleted_in_the_origin_is_no_new_beginning(
@@ -227,7 +227,7 @@ async def test_what_was_deleted_in_the_origin_is_no_new_beginning(
     async with following(tmp_path / "b", origin.model.store.url) as there:
         await until(lambda: there.has(3))
         await origin.model.collector.delete(3)
-        await until(lambda: "nothing is fetched until there is one above 3" in caplog.text)
+        await until(lambda: "nothing is fetched until a version above 3 exists" in caplog.text)
         assert "--state-dir" not in caplog.text
         assert there.metric("weightsync_follow_failures_total") == 0
         assert there.has(3, content(simple(3)))
@@ -245,8 +245,8 @@ async def test_what_was_deleted_here_is_no_new_beginning(
         await there.here.model.collector.delete(2)
         # Seen again, as after a restart.
     async with following(tmp_path / "b", origin.model.store.url) as there:
-        await until(lambda: "none of which is here" in caplog.text)
-        assert "begun anew" not in caplog.text
+        await until(lambda: "none of which are here" in caplog.text)
+        assert "started over" not in caplog.text
         assert there.metric("weightsync_follow_failures_total") == 0
 
 

@@ -148,7 +148,7 @@ async def test_a_number_that_does_not_come_in_is_waited_for_no_longer_than_it_ma
         await there.here.join(begun.push_id, [m for shard in simple(1) for m in shard.all()])
         stored = Path(there.here.model.store.shard_path(MODEL, 1, 0) or "")
         await until(stored.exists)
-        with pytest.raises(WeightSyncError, match="retry when it is here") as caught:
+        with pytest.raises(WeightSyncError, match="retry when it has arrived") as caught:
             await there.here.model.adoption.adopt(offered(simple(1)), 0)
         assert caught.value.reason is Reason.PUSH_ABORTED
         # What came of it is left alone.

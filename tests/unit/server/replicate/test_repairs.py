@@ -116,7 +116,7 @@ async def test_bytes_that_change_after_it_was_staged_are_replaced_at_once(
             flip(stored(there.here, 1))
         with await model.stager.stage(1, 5, for_engine=False) as lease:
             lease.segments[0].view[len(simple(1)[0].data) - 1] ^= 1
-            with pytest.raises(WeightSyncError, match="another digest"):
+            with pytest.raises(WeightSyncError, match="a different digest"):
                 await model.stager.verify(lease)
         await until(lambda: is_staged(there, 1))
         assert there.here.read(1) == [shard.data for shard in simple(1)]
@@ -175,7 +175,7 @@ async def test_what_the_origin_has_no_more_is_told_and_what_comes_next_is_follow
     await origin.model.collector.delete(1)
     async with following(tmp_path / "b", origin.model.store.url) as there:
         await until(lambda: there.metric("weightsync_follow_failures_total") > 0)
-        assert "another digest" in caplog.text
+        assert "a different digest" in caplog.text
         assert there.has(1)
         await origin.push(simple(3), 3)
         await until(lambda: is_staged(there, 3))
@@ -188,7 +188,7 @@ async def test_a_store_that_keeps_no_bytes_gets_them_again(origin: World, tmp_pa
         model = there.here.model
         with await model.stager.stage(1, 5, for_engine=False) as lease:
             lease.segments[0].view[len(simple(1)[0].data) - 1] ^= 1
-            with pytest.raises(WeightSyncError, match="another digest"):
+            with pytest.raises(WeightSyncError, match="a different digest"):
                 await model.stager.verify(lease)
         await until(lambda: is_staged(there, 1))
         assert there.here.read(1) == [shard.data for shard in simple(1)]

@@ -95,7 +95,7 @@ async def test_weights_with_the_same_xxh3_are_not_taken_for_those_that_were_push
         assert there.here.read(1) == [shard.data for shard in shards]
         wrong = there.metric("weightsync_follow_cache_pieces_total", outcome="wrong")
         assert wrong == len(shards)
-        assert "the cache gave other bytes than were put" in caplog.text
+        assert "the cache returned different bytes than were stored" in caplog.text
 
 
 async def test_a_cache_that_does_not_answer_is_left_alone_for_a_while(
@@ -124,7 +124,7 @@ async def test_a_cache_that_does_not_answer_is_left_alone_for_a_while(
         assert len(cache.asked) == asked
         missing = there.metric("weightsync_follow_cache_pieces_total", outcome="missing")
         assert missing == 2 * len(simple(1))
-        assert caplog.text.count("the cache does not answer") == 1
+        assert caplog.text.count("the cache did not answer") == 1
         later = time.monotonic
         monkeypatch.setattr(clock, "monotonic", lambda: later() + 31)
         await pushed.push(simple(3), 3)

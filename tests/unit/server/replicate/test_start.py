@@ -100,7 +100,7 @@ async def test_one_that_has_a_version_serves_it_on_where_the_next_has_no_room(
         asked = options(origin.model.store.url), here.model, here.pushes, Metrics(MODEL)
         follower = await start_follower(*asked)
         assert follower is not None
-        assert "version 1 is served on: version 2 of" in caplog.text
+        assert "version 1 is still served: version 2 of" in caplog.text
         await follower.stop()
 
 

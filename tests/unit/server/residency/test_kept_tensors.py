@@ -119,5 +119,7 @@ def test_what_the_version_has_not_is_refused(
         _kept(base, tensors)
     assert caught.value.reason is Reason.ENGINE_REFUSED
     assert sentence in caught.value.message
-    assert caught.value.message.startswith("send all tensors, or those of the version")
+    assert caught.value.message.startswith(
+        "send all tensors, or send these exactly as in the version"
+    )
     assert opened_since(before) == []

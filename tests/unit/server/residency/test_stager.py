@@ -235,7 +235,7 @@ async def test_who_comes_when_a_read_gives_up_waits_as_long_as_it_asked_for(here
     over = loop.time() + 0.1
     loop.call_at(over - 0.05, time.sleep, 0.2)
     loop.call_at(over, loop.call_soon, begin_second)
-    with pytest.raises(WeightSyncError, match="no slot came free"):
+    with pytest.raises(WeightSyncError, match="no slot became free"):
         await here.model.stager.stage(1, 0.1)
     others[0].release()
     (await begun[0]).release()

@@ -73,7 +73,7 @@ async def test_of_a_version_that_is_gone_nothing_is_read_and_that_is_said(lastin
         await reader.manifest("m", 3)
     assert caught.value.reason is Reason.VERSION_UNKNOWN
     if not lasting.local:
-        with pytest.raises(WeightSyncError, match="it is looked for again") as caught:
+        with pytest.raises(WeightSyncError, match="the server looks for it again") as caught:
             reader.shard_path("m", 3, 0)
         assert caught.value.reason is Reason.VERSION_UNKNOWN
 
@@ -106,7 +106,7 @@ async def test_a_reader_leaves_open_pushes_and_damage_alone(store: Store, root: 
 async def test_a_folder_that_is_no_store_is_told(root: Path) -> None:
     reader = open_reader(str(root))
     for ask in (reader.committed, reader.stamps):
-        with pytest.raises(WeightSyncError, match="is no store of versions") as caught:
+        with pytest.raises(WeightSyncError, match="is not a store of versions") as caught:
             await ask("m")
         assert caught.value.reason is Reason.FAULT
     assert not await asyncio.to_thread(root.exists)

@@ -195,11 +195,11 @@ async def test_what_vllm_has_loaded_is_served_before_a_proof_while_nobody_has_wr
     llm.digests, llm.written = ["", ""], False
     await engine.resume("", 0, "")
     assert _state(engine) is EngineState.SERVING
-    assert "proved yet" in (await engine.health()).reason
+    assert "verified yet" in (await engine.health()).reason
     # Its proof gives it a label, under a pause.
     llm.digests = [DIGEST, DIGEST]
     lease = await engine.pause(PauseSpec(), 5)
-    assert "proved yet" in engine.condition()[1], "what waits now is not answered unproved later"
+    assert "verified yet" in engine.condition()[1], "what waits now is not answered unproved later"
     assert await engine.resume(lease.lease_id, 7, DIGEST) is True
     assert llm.log[-2:] == ["label 7", "resume"]
     assert not (await engine.health()).reason
@@ -724,7 +724,7 @@ async def test_what_vllm_takes_too_long_for_fences_until_it_has_returned(what: s
     assert state is EngineState.FENCED
     assert f"did not answer a {what}" in reason
     error = await _refused(engine.resume("", 7, DIGEST))
-    assert "has not yet" in error.message
+    assert "has not paused" in error.message
     llm.log.clear()
     slow.set()
     await _until(lambda: ("keep", False) in llm.log[1:])

@@ -303,7 +303,7 @@ async def test_a_new_start_of_an_engine_wants_a_hello_first(
     async with _bridge(Llm(), folder) as engine:
         error = await _answered(lambda: first.call_workers("weightsync_state", {}))
         assert error.reason is Reason.ENGINE_AWAY
-        assert "say hello" in error.message
+        assert "call Hello" in error.message
         assert (await first.health()).engine_id != before.engine_id
         assert (await first.hello()).engine_id != before.engine_id
         await first.resume("", 7, DIGEST)

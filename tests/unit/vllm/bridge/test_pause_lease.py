@@ -38,7 +38,7 @@ async def test_a_process_that_stood_still_past_its_lease_finds_it_gone(
     time.sleep(0.1)  # noqa: ASYNC251 - the loop itself must stand still
     error = await _refused(again(engine, lease.lease_id))
     assert error.reason is Reason.ENGINE_REFUSED
-    assert "not the present one" in error.message
+    assert "not the current lease" in error.message
     # It ends as without a server: on what every rank holds, with its own label.
     await _until(lambda: _state(engine) is EngineState.SERVING)
     assert llm.log[-2:] == ["label 7", "resume"]
@@ -78,7 +78,7 @@ async def test_a_pause_that_fences_generates_nothing_when_it_runs_out() -> None:
     assert llm.log == ["mm", ("keep", True)]
     state, reason = engine.condition()
     assert state is EngineState.FENCED
-    assert "the pause of apply a1 (7 to 8) ran out before it was decided" in reason
+    assert "the pause of apply a1 (7 to 8) timed out before it was decided" in reason
     assert (await engine.hello()).open_apply == OpenApply("a1", 7, 8)
     # It is too late for whoever has come by the lease.
     for late in (engine.renew(lease.lease_id, 60), engine.resume(lease.lease_id, 7, DIGEST)):

@@ -164,7 +164,7 @@ async def test_an_engine_core_is_not_asked_to_sleep_or_wake_up_unseen(
         llm.log.clear()
         error = await _refused(llm.engine_core._call_utility_async(*call, engine=b""))
         assert error.reason is Reason.ENGINE_REFUSED
-        assert error.message.startswith(f"call {call[0]} of AsyncLLM in place of")
+        assert error.message.startswith(f"call {call[0]} of AsyncLLM instead of")
         assert llm.log == []
     # What the sentence says helps.
     await llm.sleep()

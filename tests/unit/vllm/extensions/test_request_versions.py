@@ -95,7 +95,7 @@ async def test_requests_of_others_are_not_its_own() -> None:
     world.go(42)
     world.llm.token("b")
     assert (await first.so_far(), await second.so_far()) == ((41,), (42,))
-    world.llm.ask("of nobody")
+    world.llm.ask("of no writer")
     world.llm.end("a")
     assert (first.finished(), second.finished()) == (True, False)
     assert not RequestVersions(world.live).finished()

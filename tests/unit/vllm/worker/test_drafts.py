@@ -197,7 +197,7 @@ def test_what_the_draft_shares_must_be_as_in_the_target(staging: Staging) -> Non
     assert site.prepare("two", site.version(2, 2, **same))["phase"] == "ready"
     report = site.prepare("three", site.version(3, 3, **other))
     assert report["names"] == ["draft.embed"]
-    assert "make them alike" in report["error"]
+    assert "of the draft equal" in report["error"]
 
 
 def test_a_draft_is_whole_or_not_there(site: Site) -> None:

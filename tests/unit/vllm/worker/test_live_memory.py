@@ -74,7 +74,7 @@ def test_parameters_in_private_memory_are_refused_with_the_setting(server: Segme
 
 def test_what_vllm_computes_from_a_checkpoint_is_refused(server: SegmentServer) -> None:
     loaded: Any = SimpleNamespace()
-    with pytest.raises(PlanRefusedError, match="no view of it is a tensor of the checkpoint"):
+    with pytest.raises(PlanRefusedError, match="no view of them is a tensor of the checkpoint"):
         hand_out(str(server.path), "offer", "0/0/0", _FACTS, loaded)
 
 

@@ -279,10 +279,10 @@ def _changed(change: dict[str, Any]) -> bytes:
     ("change", "sentence", "names"),
     [
         ({"q": None}, "lacks these tensors", ["q"]),
-        ({f"more{i:02}": torch.zeros(9) for i in range(12)}, "no place for these", None),
+        ({f"more{i:02}": torch.zeros(9) for i in range(12)}, "does not have these", None),
         ({"q": torch.zeros(4, 5)}, "F32 [4, 5], the engine has F32 [4, 4]; another shape", ["q"]),
         ({"down": torch.zeros(4, 6, dtype=torch.int32)}, "neither the dtype", ["down"]),
-        ({"more": torch.zeros(9)}, "no place for these", ["more"]),
+        ({"more": torch.zeros(9)}, "does not have these", ["more"]),
     ],
 )
 def test_what_does_not_fit_is_refused_in_prepare_without_a_pause(
@@ -404,7 +404,7 @@ def test_a_layout_that_was_refused_pauses_nothing_again(
     ("tensors", "sentence"),
     [
         ({"unheard": torch.zeros(2)}, "refused tensor unheard"),
-        ({"q": torch.zeros(4, 5)}, "another shape"),
+        ({"q": torch.zeros(4, 5)}, "a different shape"),
         ({"down": torch.zeros(4, 6, dtype=torch.int32)}, "neither the dtype"),
     ],
 )

@@ -98,6 +98,6 @@ def _value(plain: Any) -> Any:
 
 def _no_handles(value: Any) -> ValueError:
     return ValueError(
-        f"{HANDLES} holds {type(value).__name__} {str(value)[:60]!r}, which is part of no CUDA IPC "
-        "handle; send what torch.multiprocessing.reductions.reduce_tensor returns"
+        f"{HANDLES} holds {type(value).__name__} {str(value)[:60]!r}, which is not part of a CUDA "
+        "IPC handle; send what torch.multiprocessing.reductions.reduce_tensor returns"
     )

@@ -70,7 +70,8 @@ class UpdateSteps:
             if clock.monotonic() > until:
                 raise WeightSyncError(
                     Reason.ENGINE_REFUSED,
-                    f"rank {running[0]} got no memory for the update within {_RESERVE_S:g} s",
+                    f"rank {running[0]} could not reserve memory for the update within "
+                    f"{_RESERVE_S:g} s",
                 )
             await asyncio.sleep(backoff_s(next(asked), _FIRST_POLL_S, _LAST_POLL_S, 1.2))
 
@@ -113,7 +114,7 @@ class UpdateSteps:
                 return reports
             raised = [report for report in reports if report["raised"]]
             if clock.monotonic() - since > (_LAST_S if raised else self._limit_s):
-                why = f"nothing came for {self._limit_s:g} s (WEIGHTSYNC_UPDATE_TIMEOUT)"
+                why = f"nothing arrived for {self._limit_s:g} s (WEIGHTSYNC_UPDATE_TIMEOUT)"
                 rank = raised[0]["rank"] if raised else running[0]
                 raise WeightSyncError(
                     Reason.ENGINE_REFUSED,
@@ -261,7 +262,7 @@ class ReceivedUpdates:
         async with self._exclusive():
             update, watcher = self._begun(), self._check_server()
             if not update.parts:
-                raise invalid_request("no tensor has come; call update_weights before this")
+                raise invalid_request("no tensor has arrived; call update_weights before this")
             if len(label.encode()) > _MAX_LABEL_BYTES:
                 raise invalid_request(f"weight_version is over {_MAX_LABEL_BYTES} bytes")
             update.outcome = asyncio.get_running_loop().create_future()
@@ -273,7 +274,7 @@ class ReceivedUpdates:
             except TimeoutError:
                 raise WeightSyncError(
                     Reason.ENGINE_REFUSED,
-                    f"weightsync-server told no outcome for {_OUTCOME_S:g} s; look into its log",
+                    f"weightsync-server reported no outcome for {_OUTCOME_S:g} s; check its log",
                 ) from None
             finally:
                 self._update = None
@@ -351,9 +352,9 @@ class ReceivedUpdates:
         if left_s > 0:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
-                "another update is begun and not finished; finish it, call "
-                "shutdown_weight_transfer_engine to drop it, or wait: it is dropped when no verb "
-                f"comes for {self._limit_s:g} s (WEIGHTSYNC_UPDATE_TIMEOUT)",
+                "another update was begun and is not finished; finish it, call "
+                "shutdown_weight_transfer_engine to drop it, or wait: it is dropped if no verb "
+                f"is called for {self._limit_s:g} s (WEIGHTSYNC_UPDATE_TIMEOUT)",
                 retry_after_s=left_s,
             )
 
@@ -375,7 +376,7 @@ class ReceivedUpdates:
             self._expect_verb(update, self._limit_s)
             return
         async with self._exclusive():
-            update.failure = f"no verb came for {self._limit_s:g} s"
+            update.failure = f"no verb was called for {self._limit_s:g} s"
             logger.warning("weightsync: %s is dropped: %s", update.update_id, update.failure)
             await self._steps.forget()
 
@@ -384,8 +385,8 @@ class ReceivedUpdates:
         if self._watcher is None:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "no weightsync-server is beside this vLLM, to make a version of what comes; start "
-                f"one with --engine ({reason or 'none is connected'})",
+                "start weightsync-server with --engine for this vLLM: none is connected to make "
+                f"a version of the update ({reason or 'none is connected'})",
                 retry_after_s=1.0,
             )
         if state not in (EngineState.SERVING, EngineState.PAUSED):
@@ -412,14 +413,15 @@ class ReceivedUpdates:
         if update is None or update.update_id != update_id or not update.waiting:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
-                f"update {update_id[:40]!r} does not wait for a server; take the next one",
+                f"update {update_id[:40]!r} is not waiting for a server; take the next one",
             )
         return update
 
     def _lose(self) -> None:
         self._settle(
-            "the weightsync-server went away before it told the outcome; the engine serves one "
-            "whole version, the old or the new: ask the server which, or send the update again"
+            "the weightsync-server disconnected before it reported the outcome; the engine "
+            "serves one whole version, the old or the new: ask the server which, or send the "
+            "update again"
         )
 
     def _settle(self, failure: str) -> None:
@@ -433,7 +435,7 @@ class ReceivedUpdates:
 def _busy() -> WeightSyncError:
     return WeightSyncError(
         Reason.APPLY_BUSY,
-        "another verb of a weight transfer is under way; wait for its answer",
+        "another verb of a weight transfer is running; wait for its answer",
         retry_after_s=1.0,
     )
 
@@ -444,7 +446,7 @@ def _with_remedy(error: WeightSyncError) -> WeightSyncError:
         return error
     return WeightSyncError(
         error.reason,
-        f"{error.message}; the connection was ended, for more may have been sent: call "
+        f"{error.message}; the connection was ended, because more may have been sent: call "
         "init_weight_transfer_engine and send the update again",
         retry_after_s=error.retry_after_s,
     )

@@ -148,7 +148,7 @@ class UpdateSink:
         """Expect these tensors, each once, and no other; memory for them is reserved on return."""
         self._missing = {kind[0]: kind for kind in tensors}
         if twice := self._known & self._missing.keys():
-            self.fail(f"tensor {min(twice)[:100]!r} came before in this update; send each once")
+            self.fail(f"tensor {min(twice)[:100]!r} already arrived in this update; send each once")
         self._known |= self._missing.keys()
         if not self._keeps or self.failure:
             return
@@ -176,14 +176,14 @@ class UpdateSink:
 
     def _check_here(self) -> None:
         if self._left:
-            raise RuntimeError("this update was given up")
+            raise RuntimeError("this update was dropped")
 
     def end(self) -> None:
         if self._missing:
             some = min(self._missing)[:100]
             self.fail(
-                f"{len(self._missing)} of the tensors that were announced did not come, such as "
-                f"{some!r}; send the update again"
+                f"{len(self._missing)} of the announced tensors did not arrive, such as {some!r}; "
+                "send the update again"
             )
         self._file = None
 
@@ -204,11 +204,11 @@ class UpdateSink:
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         kind = self._missing.pop(name, None)
         if kind is None:
-            self.fail(f"tensor {name[:100]!r} came without being announced")
+            self.fail(f"tensor {name[:100]!r} arrived without being announced")
         elif (tensor.dtype, tuple(tensor.shape)) != kind[1:]:
             self.fail(
-                f"tensor {name[:100]!r} came as {tensor.dtype} of shape {list(tensor.shape)}, "
-                f"announced as {kind[1]} of shape {list(kind[2])}"
+                f"tensor {name[:100]!r} arrived as {tensor.dtype} of shape {list(tensor.shape)}, "
+                f"but was announced as {kind[1]} of shape {list(kind[2])}"
             )
         elif self._file is not None and not self.failure:
             try:

@@ -73,7 +73,7 @@ class UpdateStep:
             if now != before:
                 before, since = now, clock.monotonic()
             elif clock.monotonic() - since > limit_s:
-                logger.error("weightsync: nothing came for %g s; the update is given up", limit_s)
+                logger.error("weightsync: nothing arrived for %g s; the update is dropped", limit_s)
                 end()
                 return
 
@@ -233,7 +233,7 @@ class UpdateReceiver:
         if why := sink.failure or error:
             raise RefusedCallError(why)
         if not sink.whole:
-            msg = "not all tensors that were announced came; send the update again"
+            msg = "not all announced tensors arrived; send the update again"
             raise RefusedCallError(msg)
         socket, offer = str(args["socket"]), str(args["offer"])
         self._begin(lambda: _send(sink, socket, offer), sink.close)
@@ -279,7 +279,7 @@ class UpdateReceiver:
 
     def _check_idle(self) -> None:
         if not self._idle:
-            raise RefusedCallError("this rank is still at the step before; wait for it")
+            raise RefusedCallError("this rank is still running the previous step; wait for it")
 
     def _open_connection(self) -> TrainerConnection:
         if self._connection is None or not self._connection.open:

@@ -28,8 +28,8 @@ def _updates(llm: Any) -> Any:
     found = getattr(llm, "weightsync_updates", None)
     if found is None:
         raise ValueError(
-            "this vLLM has no bridge to a weightsync-server, which makes versions of what comes; "
-            "start vLLM with VLLM_PLUGINS=weightsync and a weightsync-server beside it"
+            "this vLLM has no bridge to a weightsync-server, which makes versions of the "
+            "updates; start vLLM with VLLM_PLUGINS=weightsync and a weightsync-server beside it"
         )
     return found
 
@@ -170,8 +170,8 @@ async def _finish(llm: Any, weight_version: str | None = None) -> None:
 def _foreign(what: str, info: Any) -> str:
     names = ", ".join(sorted(map(str, info))[:4]) if isinstance(info, Mapping) else "a list"
     return (
-        f"{what} has {names or 'nothing'}, but the weights of this vLLM come through its "
-        "weightsync-server, and no tensor or handle is taken here; have the trainer use the "
+        f"{what} has {names or 'nothing'}, but this vLLM gets its weights through its "
+        "weightsync-server and accepts no tensor or handle here; have the trainer use the "
         f"backend {BACKEND!r}"
     )
 

@@ -45,17 +45,17 @@ def test_without_one_there_is_none() -> None:
     [
         ({"trainer": "tune"}, "must be module:Class"),
         ({"trainer": "tune.py:Tuner()"}, "must be module:Class"),
-        ({"trainer": "a:B", "trainer_python": "/nowhere/python"}, "no program that can be run"),
+        ({"trainer": "a:B", "trainer_python": "/nowhere/python"}, "is not an executable"),
         ({"trainer": "a:B", "trainer_queue": -1}, "greater than or equal to 0"),
         ({"trainer": "a:B", "trainer_silence_s": 0}, "greater than 0"),
         ({"checkpoint_dir": "/x"}, "add --trainer module:Class, or leave --checkpoint-dir out"),
         ({"trainer_engine": "a"}, "add --trainer module:Class, or leave --trainer-engine out"),
         ({"trainer": "a:B", "engine": ["none"]}, "needs an engine"),
         ({"trainer": "a:B", "engine": ["unix:/a", "unix:/b"]}, "--trainer-engine"),
-        ({"trainer": "a:B", "follow": "grpc://127.0.0.1:1"}, "to the one that is followed"),
+        ({"trainer": "a:B", "follow": "grpc://127.0.0.1:1"}, "to the server that is followed"),
         (
             {"trainer": "a:B", "fleet": "f", "fleet_register": "file:///r"},
-            "a server that is in no fleet",
+            "leave out trainer or fleet",
         ),
     ],
 )

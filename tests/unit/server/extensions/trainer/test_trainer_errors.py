@@ -39,5 +39,5 @@ def test_one_that_cannot_be_started_has_its_own_remedy_alone() -> None:
     refused = unstartable(error, 60.0)
     assert (refused.reason, refused.metadata) == (Reason.TRAINER_AWAY, {"traceback": "..."})
     assert refused.message == (
-        "no trainer can be started, which is tried again after at most 60 s: no; correct it"
+        "no trainer can be started; the server tries again within 60 s: no; correct it"
     )

@@ -53,7 +53,7 @@ def test_what_a_pause_says(fields: dict[str, Any], mode: int, cache: int, second
         ({"timeout_s": "nan"}, "timeout_s must be a number"),
         ({"timeout_s": math.inf}, "timeout_s must be a number"),
         ({"timeout_s": MAX_PAUSE_S + 1}, "at most 3600"),
-        ({"timeout": 1}, "'timeout' is no field of a pause; use mode, clear_cache, timeout_s"),
+        ({"timeout": 1}, "'timeout' is not a field of a pause; use mode, clear_cache, timeout_s"),
     ],
 )
 def test_what_is_no_pause(fields: dict[str, Any], named: str) -> None:

@@ -120,7 +120,7 @@ def test_a_path_that_leads_elsewhere_is_not_even_opened(
     monkeypatch.setattr(os, "open", never)
     sentence = _refusal(root, path.replace("{root}", str(root)))
     assert "weight_dir" in sentence
-    assert "must be an absolute path" in sentence or "does not lie below" in sentence
+    assert "must be an absolute path" in sentence or "is not below" in sentence
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -138,7 +138,7 @@ def test_no_link_is_followed_at_any_component(
     assert (root / "a/b/c/model.safetensors").exists()
     sentence = _refusal(root, root / "a/b/c")
     assert f'"{parts[depth]}" of weight_dir' in sentence
-    assert "no link is followed" in sentence
+    assert "links are not followed" in sentence
 
 
 def _symlink(path: Path) -> None:
@@ -176,14 +176,14 @@ def test_only_regular_files_are_read(root: Path, name: str, put: Callable[[Path]
     (folder / _INDEX).write_text('{"weight_map": {"t0": "model.safetensors"}}')
     assert _names(root, folder) == ["model.safetensors"]
     put(folder / name)
-    assert "no link is followed" in _refusal(root, folder)
+    assert "links are not followed" in _refusal(root, folder)
 
 
 def test_a_device_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = os.open("/dev", os.O_RDONLY | os.O_DIRECTORY)
     monkeypatch.setattr(os, "open", None)
     try:
-        with pytest.raises(WeightSyncError, match="no regular file"):
+        with pytest.raises(WeightSyncError, match="not a regular file"):
             module._opened("null", devices, {}, links=False)
     finally:
         os.close(devices)
@@ -198,7 +198,7 @@ def test_a_file_that_is_swapped_in_between(
     regular = file.stat()
     put(file)
     monkeypatch.setattr(os, "stat", lambda *_, **__: regular)
-    assert "no link is followed" in _refusal(root, folder)
+    assert "links are not followed" in _refusal(root, folder)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_an_index_that_is_none(root: Path, index: str) -> None:
     folder = _checkpoint(root / "a")
     _checkpoint(root / "b")
     (folder / _INDEX).write_text(index)
-    assert "is no index of safetensors files" in _refusal(root, folder)
+    assert "is not an index of safetensors files" in _refusal(root, folder)
 
 
 def test_an_index_that_is_too_long(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_an_index_that_is_too_long(root: Path, monkeypatch: pytest.MonkeyPatch) 
     (folder / _INDEX).write_text('{"weight_map": {"t0": "model.safetensors"}}' + " " * 100)
     assert _names(root, folder)
     monkeypatch.setattr(module, "MAX_INDEX_BYTES", 100)
-    assert "is no index" in _refusal(root, folder)
+    assert "not an index" in _refusal(root, folder)
 
 
 def test_the_index_chooses_and_what_it_names_must_be_there(root: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_read_or_is_none(root: Path) -> None:
     (root / "file").write_text("")
     assert "no folder" in _refusal(root, root / "file")
     (root / "empty").mkdir()
-    assert "there is no .safetensors file" in _refusal(root, root / "empty")
+    assert "give the folder that holds the .safetensors files" in _refusal(root, root / "empty")
     assert "File name too long" in _refusal(root, root / ("n" * 300))
 
 
@@ -289,5 +289,5 @@ def test_a_cut_file_and_one_that_changes_later(root: Path) -> None:
 
 
 def test_no_root_takes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(WeightSyncError, match="start it with --import-dir DIR"):
+    with pytest.raises(WeightSyncError, match="start this server with --import-dir DIR"):
         open_folder([], str(_checkpoint(tmp_path / "a")))

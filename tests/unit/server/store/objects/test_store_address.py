@@ -46,7 +46,9 @@ async def test_an_address_that_is_none_is_refused(
     monkeypatch: pytest.MonkeyPatch, scheme: str, name: str, address: str
 ) -> None:
     monkeypatch.setenv(name, address)
-    with pytest.raises(WeightSyncError, match=f"{name} is no address of an object store") as caught:
+    with pytest.raises(
+        WeightSyncError, match=f"{name} is not the address of an object store"
+    ) as caught:
         await open_store(f"{scheme}://bucket/prefix").open()
     assert caught.value.reason is Reason.REQUEST_INVALID
     assert "http://127.0.0.1:9000" in caught.value.message

@@ -62,7 +62,7 @@ def test_pytorch_takes_as_many_arguments() -> None:
     ],
 )
 def test_what_is_no_handle_is_refused(handles: Any) -> None:
-    with pytest.raises(ValueError, match="part of no CUDA IPC handle"):
+    with pytest.raises(ValueError, match="not part of a CUDA IPC handle"):
         to_plain(handles)
 
 
@@ -80,9 +80,9 @@ def test_what_is_no_handle_is_refused(handles: Any) -> None:
 def test_plain_data_that_is_no_handle_is_refused(change: tuple[int, Any]) -> None:
     plain = to_plain({"GPU-1": _ARGUMENTS})
     plain["GPU-1"][change[0]] = change[1]
-    with pytest.raises(ValueError, match="part of no CUDA IPC handle"):
+    with pytest.raises(ValueError, match="not part of a CUDA IPC handle"):
         from_plain(plain)
     others: tuple[Any, ...] = (3, {"GPU-1": 3}, {"GPU-1": []})
     for other in others:
-        with pytest.raises(ValueError, match="part of no CUDA IPC handle"):
+        with pytest.raises(ValueError, match="not part of a CUDA IPC handle"):
             from_plain(other)

@@ -227,7 +227,7 @@ async def test_a_rank_that_fails_voids_the_update_and_the_connection(
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_tensor_that_did_not_come_voids_the_update_alone(site: _Site, rank: int) -> None:
     del site.ranks[rank].sent["b"]
-    assert "did not come, such as 'b'" in await _refusal(site.send())
+    assert "did not arrive, such as 'b'" in await _refusal(site.send())
     assert "has failed" in await _refusal(site.updates.finish(""))
     assert site.taken == []
     site.ranks[rank].sent = dict(_SENT)
@@ -238,7 +238,7 @@ async def test_a_tensor_that_did_not_come_voids_the_update_alone(site: _Site, ra
 async def test_a_rank_that_gets_nothing_is_not_waited_for_for_ever(site: _Site, rank: int) -> None:
     site.ranks[rank].gate.clear()
     said = await _refusal(site.send())
-    assert f"rank 0/0/{rank} did not receive the update: nothing came for 1.5 s" in said
+    assert f"rank 0/0/{rank} did not receive the update: nothing arrived for 1.5 s" in said
     # That is what ends its wait.
     assert await asyncio.to_thread(site.ranks[rank].closed.wait, 10)
     sink = site.ranks[rank].receiver._sink
@@ -288,7 +288,7 @@ async def test_verbs_come_one_after_the_other(site: _Site) -> None:
     await site.updates.start()
     receiving = asyncio.create_task(site.updates.receive(_info(_SENT)))
     await asyncio.sleep(0)
-    assert "under way" in await _refusal(site.updates.start(), Reason.APPLY_BUSY)
+    assert "is running" in await _refusal(site.updates.start(), Reason.APPLY_BUSY)
     site.ranks[1].gate.set()
     await receiving
     await site.updates.finish("")
@@ -298,7 +298,7 @@ async def test_verbs_out_of_order_are_refused(site: _Site) -> None:
     invalid = Reason.REQUEST_INVALID
     assert "start_weight_update" in await _refusal(site.updates.finish(""), invalid)
     await site.updates.start()
-    assert "no tensor has come" in await _refusal(site.updates.finish(""), invalid)
+    assert "no tensor has arrived" in await _refusal(site.updates.finish(""), invalid)
     await site.updates.receive(_info(_SENT))
     assert "over 256 bytes" in await _refusal(site.updates.finish("x" * 257), invalid)
 
@@ -333,7 +333,7 @@ async def test_tensors_of_an_update_that_has_failed_end_the_connection(site: _Si
     await site.updates.start()
     await site.updates.receive(_info({"a": _SENT["a"]}))
     again = await _refusal(site.updates.receive(_info({"a": _SENT["a"]})))
-    assert "came before in this update" in again
+    assert "already arrived in this update" in again
     assert "init_weight_transfer_engine" not in again
     said = await _refusal(site.updates.receive(_info({"b": _SENT["b"]})))
     assert "has failed" in said
@@ -378,8 +378,8 @@ async def test_memory_of_an_update_that_nobody_finishes_is_given_back(
     async with asyncio.timeout(10):
         while _open_files() > before:  # noqa: ASYNC110 - nobody tells when it is dropped
             await asyncio.sleep(0.02)
-    assert "is dropped: no verb came for 1.5 s" in caplog.text
-    assert "no verb came" in await _refusal(site.updates.finish(""))
+    assert "is dropped: no verb was called for 1.5 s" in caplog.text
+    assert "no verb was called" in await _refusal(site.updates.finish(""))
     # That is no matter of the connection to the trainer.
     await site.send()
 
@@ -388,7 +388,7 @@ async def test_two_trainers_are_never_one_update(site: _Site) -> None:
     await site.updates.start()
     await site.updates.receive(_info({"a": _SENT["a"]}))
     for verb in (site.updates.start(), site.updates.open({})):
-        assert "another update is begun" in await _refusal(verb, Reason.APPLY_BUSY)
+        assert "another update was begun" in await _refusal(verb, Reason.APPLY_BUSY)
     await site.updates.receive(_info({"b": _SENT["b"]}))
     await site.updates.finish("")
     assert [list(found) for found in site.taken] == [["a", "b"]]
@@ -414,7 +414,7 @@ async def test_a_trainer_waits_for_an_apply_and_an_apply_for_no_trainer(site: _S
         while site.ranks[0].receiver._sink.arrived < len(_SENT):  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
     assert site.settled == settled + 1
-    with pytest.raises(WeightSyncError, match="receives weights from a trainer"):
+    with pytest.raises(WeightSyncError, match="a trainer is sending weights"):
         site.turns.check_free()
     site.ranks[1].gate.set()
     await receiving
@@ -455,7 +455,7 @@ async def test_while_nobody_watches_no_update_is_begun(
     site.server.cancel()
     await asyncio.wait([site.server])
     said = await _refusal(site.updates.start(), Reason.ENGINE_AWAY)
-    assert "no weightsync-server is beside this vLLM" in said
+    assert "start weightsync-server with --engine for this vLLM" in said
     await site.watch()
     site.state = EngineState.FENCED
     assert "fenced" in await _refusal(site.updates.start(), Reason.ENGINE_AWAY)
@@ -470,7 +470,7 @@ async def test_a_watcher_that_goes_away_fails_what_it_was_given(site: _Site) -> 
     sending = asyncio.create_task(site.send())
     update = await first
     await lost.aclose()
-    assert "went away before it told" in await _refusal(sending)
+    assert "disconnected before it reported" in await _refusal(sending)
     await site.updates.end(update.update_id, 7, "")
     await site.watch()
     await site.send()
@@ -486,7 +486,7 @@ async def test_another_watcher_takes_over(site: _Site) -> None:
 
 async def test_an_update_is_handed_over_once_and_by_its_name(site: _Site) -> None:
     said = await _refusal(site.updates.offer("other", "", ""))
-    assert "does not wait for a server" in said
+    assert "is not waiting for a server" in said
 
 
 async def test_a_socket_that_takes_nothing_fails_the_update(site: _Site) -> None:

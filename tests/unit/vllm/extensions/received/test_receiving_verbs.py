@@ -136,7 +136,7 @@ async def test_a_pickle_is_refused_unread(tmp_path: Path, monkeypatch: pytest.Mo
     ("info", "sentence"),
     [
         ([{"names": []}], "is a list for each rank"),
-        ({"ipc_handles": [{"GPU": (os.system,)}]}, "part of no CUDA IPC handle"),
+        ({"ipc_handles": [{"GPU": (os.system,)}]}, "not part of a CUDA IPC handle"),
     ],
 )
 async def test_what_no_rank_could_use_reaches_none(info: Any, sentence: str) -> None:

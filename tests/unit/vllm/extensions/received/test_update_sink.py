@@ -83,15 +83,15 @@ def test_one_rank_keeps_and_the_others_only_look(sink: UpdateSink) -> None:
     assert (other.failure, other.files, other.arrived) == ("", [], len(_TENSORS))
     other.begin(_kinds({"more": torch.zeros(1)}))
     other.end()
-    assert "did not come, such as 'more'" in other.failure
+    assert "did not arrive, such as 'more'" in other.failure
 
 
 @pytest.mark.parametrize(
     ("pairs", "sentence"),
     [
-        ([("a", torch.zeros(2))], "1 of the tensors that were announced did not come, such as 'b'"),
-        ([("a", torch.zeros(2)), ("a", torch.zeros(2))], "'a' came without being announced"),
-        ([("c", torch.zeros(2))], "'c' came without being announced"),
+        ([("a", torch.zeros(2))], "1 of the announced tensors did not arrive, such as 'b'"),
+        ([("a", torch.zeros(2)), ("a", torch.zeros(2))], "'a' arrived without being announced"),
+        ([("c", torch.zeros(2))], "'c' arrived without being announced"),
         ([("a", torch.zeros(3))], r"shape \[3\], announced as torch.float32 of shape \[2\]"),
         ([("a", torch.zeros(2, dtype=torch.int32))], "came as torch.int32"),
     ],
@@ -113,7 +113,7 @@ def test_a_tensor_comes_once_in_an_update(sink: UpdateSink) -> None:
         sink.begin(_kinds({"a": torch.zeros(2)}))
         sink.load_weights([("a", torch.zeros(2))])
         sink.end()
-    assert "'a' came before in this update" in sink.failure
+    assert "'a' already arrived in this update" in sink.failure
 
 
 def test_memory_that_is_not_there_is_said_and_the_rest_drained(
