@@ -5,14 +5,18 @@ Small wheels named torch stand in for PyTorch's, in folders laid out as a packag
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,3 +105,18 @@ def test_the_default_is_pytorchs_own_index() -> None:
         check=True,
     )
     assert "TORCH_INDEX_URL = https://download.pytorch.org/whl/cpu" in ran.stdout.splitlines()
+
+
+def test_the_oldest_python_that_is_supported_can_install_every_pin() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    pinned = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    unfit = {}
+    for name, release in pinned:
+        with contextlib.suppress(PackageNotFoundError):
+            found = distribution(name)
+            wanted = SpecifierSet(found.metadata["Requires-Python"] or "")
+            # Another release is installed where a pin has been changed since.
+            if found.version == release and not wanted.contains(oldest):
+                unfit[f"{name}=={release}"] = str(wanted)
+    assert unfit == {}
