@@ -6,7 +6,6 @@ installs PyTorch and vLLM from where pip takes them on this machine, is with the
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from tests.deploy.compose_file import Mount, Service
 from tests.deploy.conftest import require_namespaces
 from tests.deploy.containers import Container, Stack
 from tests.support.models import make_checkpoint
+from tests.support.pip_options import pip_options
 from tests.support.snippets import ROOT, blocks
 from tests.support.vllm_server import own_core
 from tests.support.wheels import export_tree, run_command
@@ -147,7 +147,7 @@ def _existing_environment() -> str:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_from_a_clone_to_tokens_of_a_pushed_version(
     user: Container, home: Path, program: Callable[[str, str], str]
 ) -> None:
@@ -188,16 +188,6 @@ def _text(answer: str) -> str:
 # With nothing but a Python and make.
 
 
-def _pip_variables() -> dict[str, str]:
-    """Return pip's configuration here as variables, for a user without its files."""
-    listed = run_command(sys.executable, "-m", "pip", "config", "list", cwd=ROOT)
-    found = re.findall(r"^[\w:.]*\.([\w-]+)=('.*'|\".*\")$", listed, re.MULTILINE)
-    return {
-        f"PIP_{name.upper().replace('-', '_')}": " ".join(ast.literal_eval(value).split())
-        for name, value in found
-    }
-
-
 @pytest.fixture
 def empty_home() -> Iterator[Path]:
     """An empty home of a new user that the user can reach; gone afterwards."""
@@ -214,7 +204,8 @@ def test_from_a_clone_to_the_demo(empty_home: Path) -> None:
     _repository(empty_home / "repository")
     _own(empty_home)
     kept = {name: text for name, text in os.environ.items() if _OF_CLIENTS.fullmatch(name)}
-    environment = kept | _pip_variables() | {"PATH": _SYSTEM_PATH, "HOME": str(empty_home)}
+    pip = {f"PIP_{name.upper().replace('-', '_')}": text for name, text in pip_options().items()}
+    environment = kept | pip | {"PATH": _SYSTEM_PATH, "HOME": str(empty_home)}
     demo = _readme(0).splitlines()[0]
     typed = f"cd; git clone -q repository weightsync; cd weightsync\n{demo}"
     ran = subprocess.run(
