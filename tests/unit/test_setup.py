@@ -107,6 +107,24 @@ def test_the_default_is_pytorchs_own_index() -> None:
     assert "TORCH_INDEX_URL = https://download.pytorch.org/whl/cpu" in ran.stdout.splitlines()
 
 
+def test_a_missing_library_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    # A Python whose loader does not find the library: any other call of it would be printed.
+    python.write_text('#!/bin/sh\ncase "$*" in *libnuma*) exit 1;; esac\necho "$*"\n')
+    python.chmod(0o755)
+    ran = subprocess.run(
+        ["bash", "scripts/setup.sh"],
+        cwd=ROOT,
+        env=os.environ | {"VENV": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith("Install libnuma (Debian: libnuma1)")
+
+
 def test_the_oldest_python_that_is_supported_can_install_every_pin() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = project["requires-python"].removeprefix(">=") + ".0"

@@ -45,8 +45,12 @@ _ANSWER_S = 5.0
 _READ, _SHOWN = 1 << 18, 4000
 #: Lines of a log that are shown when its program has ended by itself, and names no error.
 _TAIL = 15
-#: An error, and what follows it where that is no record of a log: pydantic needs more lines.
-_ERROR = re.compile(r"(?:(?<=\s)|^)[\w.]+(?:Error|Exception): .+(?:\n[^(\n].*){0,2}")
+#: What vLLM cannot load of itself, such as a library that is not installed; or an error, and what
+#: follows it where that is no record of a log: pydantic needs more lines.
+_ERROR = re.compile(
+    r"Failed to import from vllm\._C: .+"
+    r"|(?:(?<=\s)|^)[\w.]+(?:Error|Exception): .+(?:\n[^(\n].*){0,2}"
+)
 #: GiB of memory for vLLM's cache on a CPU, where it takes 92 % of all memory otherwise.
 _CPU_CACHE_GIB = 4
 #: With one of these a user has said what vLLM compiles.

@@ -240,6 +240,9 @@ def test_the_first_error_of_a_log_is_what_is_shown(tmp_path: Path) -> None:
         "(Worker) [x.py:1] a.b.ValidationError: 1 error\nsize\n  is 0\n(Worker) more"
     )
     assert program.last_words() == "a.b.ValidationError: 1 error\nsize\n  is 0"
+    missing = "Failed to import from vllm._C: ImportError('libnuma.so.1: cannot open')"
+    program.log.write_text(f"(Engine) WARNING {missing}\n(Engine) AttributeError: init\n")
+    assert program.last_words() == missing
     program.log.write_bytes(b"OldError: x\n" + bytes(1 << 20) + b"x" * 10_000 + b"\xff")
     assert len(program.last_words()) == 4000
     program.log.write_text("\n".join(map(str, range(100))))
