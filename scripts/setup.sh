@@ -7,6 +7,12 @@ cd "$(dirname "$0")/.."
 pip() { "$VENV/bin/python" -m pip "$@"; }
 install() { pip install -q --disable-pip-version-check --constraint constraints.txt "$@"; }
 
+# Before a gigabyte is loaded.
+if ! "$VENV/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+  echo "Install libnuma (Debian: libnuma1) and run this again: vLLM for the CPU needs it" >&2
+  exit 1
+fi
+
 # Dependency groups need pip 25.1.
 pip install -q --disable-pip-version-check "$(grep '^pip==' constraints.txt)"
 

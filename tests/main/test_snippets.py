@@ -40,8 +40,8 @@ from weightsync_server.flags import Flags
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Flags of others that sentences name: of etcd, of git and of programs of this repository.
-_OTHERS_FLAGS = frozenset({"--client-cert-auth", "--trusted-ca-file"})
+#: Flags of others that sentences name: of etcd, Docker, git and of programs of this repository.
+_OTHERS_FLAGS = frozenset({"--build-arg", "--client-cert-auth", "--trusted-ca-file"})
 #: What vLLM's own parser takes, which tests/vllm/test_plain.py asks.
 VLLM_FLAGS = frozenset(
     {"--api-key", "--api-server-count", "--data-parallel-size", "--dtype", "--headless", "--model"}
@@ -323,11 +323,13 @@ def test_python_finds_what_it_is_told_to_run(command: Command) -> None:
 
 
 @pytest.mark.parametrize("command", commands("docker"), ids=_id)
-def test_compose_has_the_service(command: Command) -> None:
+def test_docker_has_the_service_or_stage(command: Command) -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     match command.words[1:]:
         case ("compose", "-f", _, "-f", _, "up", *flags) | ("compose", "up", *flags):
             assert set(flags) <= {"--build", "--wait"}
+        case ("build", "-f", file, "--target", stage, "."):
+            assert f" AS {stage}\n" in (ROOT / file).read_text()
         case ("compose", "exec" | "logs", service, *inside):
             assert service in services
             if inside:
@@ -341,7 +343,8 @@ def test_curl_asks_for_what_there_is(command: Command) -> None:
     (url,) = (word for word in command.words if re.search(r"(localhost|127\.0\.0\.1):", word))
     path = "/" + url.removeprefix("http://").partition("/")[2]
     ours = VllmVerbs(MagicMock(), "default", []).verbs
-    assert path in ours | TrainVerbs(MagicMock(), "default").verbs
+    # The last is vLLM's own; tests/deploy/test_new_user.py types it.
+    assert path in {*ours, *TrainVerbs(MagicMock(), "default").verbs, "/v1/completions"}
     json.loads(command.words[command.words.index("-d") + 1])
 
 

@@ -5,14 +5,18 @@ Small wheels named torch stand in for PyTorch's, in folders laid out as a packag
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,3 +105,36 @@ def test_the_default_is_pytorchs_own_index() -> None:
         check=True,
     )
     assert "TORCH_INDEX_URL = https://download.pytorch.org/whl/cpu" in ran.stdout.splitlines()
+
+
+def test_a_missing_library_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    # A Python whose loader does not find the library: any other call of it would be printed.
+    python.write_text('#!/bin/sh\ncase "$*" in *libnuma*) exit 1;; esac\necho "$*"\n')
+    python.chmod(0o755)
+    ran = subprocess.run(
+        ["bash", "scripts/setup.sh"],
+        cwd=ROOT,
+        env=os.environ | {"VENV": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith("Install libnuma (Debian: libnuma1)")
+
+
+def test_the_oldest_python_that_is_supported_can_install_every_pin() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    pinned = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    unfit = {}
+    for name, release in pinned:
+        with contextlib.suppress(PackageNotFoundError):
+            found = distribution(name)
+            wanted = SpecifierSet(found.metadata["Requires-Python"] or "")
+            # Another release is installed where a pin has been changed since.
+            if found.version == release and not wanted.contains(oldest):
+                unfit[f"{name}=={release}"] = str(wanted)
+    assert unfit == {}

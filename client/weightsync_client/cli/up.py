@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,10 +45,18 @@ _ANSWER_S = 5.0
 _READ, _SHOWN = 1 << 18, 4000
 #: Lines of a log that are shown when its program has ended by itself, and names no error.
 _TAIL = 15
-#: An error, and what follows it where that is no record of a log: pydantic needs more lines.
-_ERROR = re.compile(r"(?:(?<=\s)|^)[\w.]+(?:Error|Exception): .+(?:\n[^(\n].*){0,2}")
+#: What vLLM cannot load of itself, such as a library that is not installed; or an error, and what
+#: follows it where that is no record of a log: pydantic needs more lines.
+_ERROR = re.compile(
+    r"Failed to import from vllm\._C: .+"
+    r"|(?:(?<=\s)|^)[\w.]+(?:Error|Exception): .+(?:\n[^(\n].*){0,2}"
+)
 #: GiB of memory for vLLM's cache on a CPU, where it takes 92 % of all memory otherwise.
 _CPU_CACHE_GIB = 4
+#: With one of these a user has said what vLLM compiles.
+_COMPILES = re.compile(
+    r"--(no-)?enforce-eager|--compilation-config|--optimization-level|-O.*|-cc.*"
+)
 
 
 def up(
@@ -67,6 +77,7 @@ def up(
     _check_installed()
     _check_model(checkpoint, flags)
     _check_free(address, flags)
+    flags += _eager_without_compiler(flags)
     kept = state_dir() if os.environ.get("WEIGHTSYNC_STATE_DIR") else _kept_of(checkpoint)
     _make_dirs(kept)
     environment = _environment(kept)
@@ -148,6 +159,28 @@ def _check_free(address: str, flags: Sequence[str]) -> None:
             raise refuse(
                 Reason.ENGINE_OWNED, f"stop the {what} that listens at {where}, or {other}"
             )
+
+
+def _eager_without_compiler(flags: Sequence[str]) -> list[str]:
+    """Return the flag with which a vLLM on a CPU needs no C++ compiler, where there is none."""
+    given = (flag.partition("=")[0].replace("_", "-") for flag in flags)
+    if any(map(_COMPILES.fullmatch, given)) or not _is_cpu_torch():
+        return []
+    # As PyTorch looks for it.
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler):
+        return []
+    echo(
+        f"vLLM runs with --enforce-eager: install {compiler}, which is absent, for faster answers",
+        err=True,
+    )
+    return ["--enforce-eager"]
+
+
+def _is_cpu_torch() -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("torch").endswith("+cpu")
+    return False
 
 
 def _answers(address: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import pty
 import signal
@@ -105,6 +106,32 @@ def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert up._environment(tmp_path)["WEIGHTSYNC_STATE_DIR"] == str(tmp_path)
     monkeypatch.setenv("WEIGHTSYNC_CPU_PLAIN_WEIGHTS", "linear")
     assert up._environment(tmp_path)["WEIGHTSYNC_CPU_PLAIN_WEIGHTS"] == "linear"
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiler", "torch", "added"),
+    [
+        ([], "no-such-compiler", "2.13.0+cpu", ["--enforce-eager"]),
+        (["--port", "8001"], "no-such-compiler", "2.13.0+cpu", ["--enforce-eager"]),
+        ([], sys.executable, "2.13.0+cpu", []),
+        ([], "no-such-compiler", "2.13.0+cu130", []),
+        (["--enforce_eager"], "no-such-compiler", "2.13.0+cpu", []),
+        (["--compilation-config={}"], "no-such-compiler", "2.13.0+cpu", []),
+        (["-O3"], "no-such-compiler", "2.13.0+cpu", []),
+    ],
+)
+def test_without_a_compiler_a_vllm_on_a_cpu_compiles_nothing(
+    flags: list[str],
+    compiler: str,
+    torch: str,
+    added: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: torch)
+    assert up._eager_without_compiler(flags) == added
+    assert ("install no-such-compiler" in capsys.readouterr().err) == bool(added)
 
 
 def test_each_model_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -213,6 +240,9 @@ def test_the_first_error_of_a_log_is_what_is_shown(tmp_path: Path) -> None:
         "(Worker) [x.py:1] a.b.ValidationError: 1 error\nsize\n  is 0\n(Worker) more"
     )
     assert program.last_words() == "a.b.ValidationError: 1 error\nsize\n  is 0"
+    missing = "Failed to import from vllm._C: ImportError('libnuma.so.1: cannot open')"
+    program.log.write_text(f"(Engine) WARNING {missing}\n(Engine) AttributeError: init\n")
+    assert program.last_words() == missing
     program.log.write_bytes(b"OldError: x\n" + bytes(1 << 20) + b"x" * 10_000 + b"\xff")
     assert len(program.last_words()) == 4000
     program.log.write_text("\n".join(map(str, range(100))))
