@@ -61,7 +61,7 @@ function show(id, ...children) {
 // A table with explicit roles: as cards, on a narrow screen, browsers would forget them.
 // `rows` have a key, cells in the order of the columns, and what is below them while they are open.
 function table(id, caption, columns, rows) {
-  const cell = (content, at) => el("td", { role: "cell", "data-label": columns[at], class: content?.class }, content?.content ?? content);
+  const cell = (content, at) => el(at ? "td" : "th", { role: at ? "cell" : "rowheader", scope: at ? undefined : "row", "data-label": columns[at], class: content?.class }, content?.content ?? content);
   const body = rows.flatMap(({ key, cells, detail }) => [
     el("tr", { role: "row", "data-key": `${id} ${key}` }, cells.map(cell)),
     detail && el("tr", { role: "row", class: "detail", id: detailId(id, key), "data-key": `${id} ${key} detail` },
@@ -112,7 +112,7 @@ function stateOf(status) {
   const live = each(model.live_version, engines.map((one) => one.live_version));
   if (away.length)
     return [away.map((one) => `Engine ${one.name} is ${words(one.state)}.`).join(" ") +
-      (away.length < engines.length ? ` ${count(engines.length - away.length, "engine")} of ${engines.length} on version ${live}.` : ""), "bad"];
+      (away.length < engines.length ? ` Of ${count(engines.length, "engine")} ${engines.length - away.length} can serve.` : ""), "bad"];
   if (model.apply_id) return [`An apply is in progress; live until it ends: ${live === "none" ? "the engine's own weights" : `version ${live}`}.`, "busy"];
   const serving = live === "none" ? "weights without a version" : `version ${live}`;
   return [`Serving ${serving} on ${count(engines.length, "engine")}.`, ""];
@@ -180,7 +180,7 @@ function showEngines() {
   const rows = engines.map((one) => {
     const key = `engine ${one.name}`, proved = one.ranks.filter((rank) => rank.version && rank.version === one.live_version && rank.content_digest === one.live_content_digest && !rank.error);
     const whole = proved.length === one.ranks.length && proved.length > 0;
-    const kind = ["serving", "applying"].includes(one.state) ? "good" : "bad";
+    const kind = { serving: "good", applying: "warn" }[one.state] ?? "bad", known = kind !== "bad";
     const ranks = () => table(`ranks ${one.name}`, `Ranks of engine ${one.name}`, ["Rank", "Live version", "Proved content", "Weights", "Error"], one.ranks.map((rank) => ({
       key: rank.rank, cells: [rank.rank, rank.version ? String(rank.version) : "no whole version", digest(rank.content_digest),
         [rank.transform === "twin" ? "loaded beside generation" : "copied", rank.loader ? `, loader ${words(rank.loader.state)}` : "", rank.device_used_bytes ? `, ${size(rank.device_used_bytes)} of device memory` : ""].join(""),
@@ -189,7 +189,7 @@ function showEngines() {
     return {
       key, detail: one.ranks.length && isOpen(key, few) ? ranks() : undefined,
       cells: [one.name, { content: words(one.state), class: kind }, String(one.live_version || "none"),
-        { content: `${proved.length} of ${count(one.ranks.length, "rank")}`, class: whole ? "good" : one.live_version ? "warn" : "" },
+        { content: `${proved.length} of ${count(one.ranks.length, "rank")}${known ? "" : " when it last served"}`, class: known && whole ? "good" : "" },
         digest(one.live_content_digest), one.kind + (!["", "none"].includes(one.vllm_version) ? `, vLLM ${one.vllm_version}` : ""),
         one.ranks.length ? toggle(key, "Ranks", `of engine ${one.name}`, few, detailId("engine-rows", key)) : "none"],
     };
