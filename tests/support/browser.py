@@ -65,10 +65,10 @@ def _is_fault(line: Any) -> bool:
     return line.type in ("error", "warning") and "Failed to load resource" not in line.text
 
 
-def take_screenshot(page: Page, name: str, *, full: bool = False) -> None:
+def take_screenshot(page: Page, name: str) -> None:
     """Write what is seen into the folder of the variable, if that is set."""
     if folder := os.environ.get(SCREENSHOTS):
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=full, animations="disabled")
+        page.screenshot(path=Path(folder) / f"{name}.png", animations="disabled")
 
 
 def wrong_with(page: Page) -> list[str]:

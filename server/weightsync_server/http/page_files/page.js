@@ -3,7 +3,7 @@
 // page as text and never as markup: there is no innerHTML here, and the page's policy forbids it.
 
 const EVENTS = "v1/weightsync/events", TOKEN = `weightsync token ${location.pathname}`;
-const PHASES = ["prepare", "pause", "commit", "verify", "resume"];
+const PHASES = ["prepare", "pause", "commit", "verify", "resume"], PAUSED = [...PHASES.slice(1), "other"];
 const SHOWN = 20, MOST_OPEN_RANKS = 16, RATE_S = 5;
 const parts = {};
 const toggled = new Set();
@@ -231,13 +231,24 @@ function showPushes() {
   show("pushes", rows.length ? table("push-rows", "Pushes that bring a version now", ["Version", "Progress", "Received", "Rate", "Streams", "Writers", "Push"], rows) : el("p", {}, "No push is open."));
 }
 
+// Seconds of each phase; what is in none of them is the wait of an engine for the others.
+function secondsOf(phases) {
+  const found = Object.fromEntries(PHASES.map((name) => [name, phases[`${name}_s`] ?? 0]));
+  const known = PAUSED.reduce((sum, name) => sum + (found[name] ?? 0), 0);
+  found.other = Math.max(0, (phases.paused_total_s ?? 0) - known);
+  found.paused = known + found.other;
+  return found;
+}
+
+// Logarithmic: pauses of milliseconds and of seconds are in one table.
+const length = (total, most) => (most ? (100 * Math.log1p(total * 1e3)) / Math.log1p(most * 1e3) : 0);
+
 function bars(phases, longest) {
-  const at = (name) => phases[`${name}_s`] ?? 0, paused = PHASES.slice(1);
-  const sum = paused.reduce((total, name) => total + at(name), 0);
-  const bar = (names, total, most) => el("span", { class: "bar", "--width": `${most ? Math.max(1, (100 * total) / most) : 0}%` },
-    names.map((name) => el("span", { class: name, "--part": String(at(name) / (total || 1)) })));
-  return el("div", { role: "img", "aria-label": PHASES.map((name) => `${name} ${duration(at(name))}`).join(", ") },
-    bar(["prepare"], at("prepare"), longest.prepare), bar(paused, sum, longest.pause));
+  const seconds = secondsOf(phases);
+  const bar = (names, total, most) => el("span", { class: "bar", "--width": `${length(total, most)}%` },
+    names.filter((name) => seconds[name]).map((name) => el("span", { class: name, "--part": String(seconds[name] / total) })));
+  return el("div", { role: "img", "aria-label": [...PHASES, "other"].map((name) => `${name} ${duration(seconds[name])}`).join(", ") },
+    bar(["prepare"], seconds.prepare, longest.prepare), bar(PAUSED, seconds.paused, longest.paused));
 }
 
 function applyDetail(one) {
@@ -257,8 +268,8 @@ function applyDetail(one) {
 
 function showApplies() {
   const { applies } = parts.applies;
-  const most = (total) => Math.max(0, ...applies.filter((one) => one.phases).map((one) => total(one.phases)));
-  const longest = { prepare: most((p) => p.prepare_s ?? 0), pause: most((p) => PHASES.slice(1).reduce((sum, name) => sum + (p[`${name}_s`] ?? 0), 0)) };
+  const all = applies.filter((one) => one.phases).map((one) => secondsOf(one.phases));
+  const longest = { prepare: Math.max(0, ...all.map((one) => one.prepare)), paused: Math.max(0, ...all.map((one) => one.paused)) };
   const rows = applies.map((one) => {
     const key = `apply ${one.number}`, good = ["applied", "already_live", "planned"].includes(one.result);
     return {
@@ -271,12 +282,17 @@ function showApplies() {
         toggle(key, "Ranks", `of apply ${one.number}`, false, detailId("apply-rows", key))],
     };
   });
-  const legend = el("ul", { class: "legend" }, PHASES.map((name) => el("li", {}, el("span", { class: name }), name === "prepare" ? "prepare (generation runs; upper bar)" : name)));
-  show("applies", rows.length ? [legend, table("apply-rows", "Newest first; times in UTC; bars to the scale of the longest", ["Began", "What", "Version", "Result", "Paused", "Phases", "Details"], rows)] : el("p", {}, "No apply is recorded."));
+  const legend = el("ul", { class: "legend" }, [...PHASES, "other"].map((name) => el("li", {}, el("span", { class: name }), { prepare: "prepare (upper bar; generation runs)", other: "other (waiting)" }[name] ?? name)));
+  show("applies", rows.length ? [legend, table("apply-rows", "Newest first; times in UTC; the length of a bar is logarithmic", ["Began", "What", "Version", "Result", "Paused", "Phases", "Details"], rows)] : el("p", {}, "No apply is recorded."));
 }
 
 const PLACES = { absent: "in the store only", staging: "being read into memory", staged: "in memory", device: "in an engine's memory only" };
 const kindOf = (one) => (one.serving === "live" ? "live" : one.serving === "rejected" ? "rejected" : one.kind === "delta" ? "delta" : "full");
+
+function pusherOf({ client_run: run, metadata, epoch }) {
+  const found = [metadata.run_id, run && `client ${run}`].filter(Boolean).join(", ");
+  return found || (epoch ? `epoch ${epoch}` : "the engine's checkpoint");
+}
 
 function showVersions() {
   const { versions, next_page_token: more } = parts.versions, lasting = parts.status?.durable;
@@ -289,7 +305,7 @@ function showVersions() {
       { class: { live: "good", rejected: "bad" }[one.serving], content: one.serving === "live" ? `live${one.live_check === "passed" ? ", all of it compared" : one.live_check === "pending" ? ", changes compared" : one.live_check === "failed" ? ", comparison failed" : ""}` : one.serving === "rejected" ? `rejected: ${one.rejected_reason}` : one.pinned ? "pinned" : "–" },
       when(one.commit_time), size(one.size_bytes),
       one.kind === "delta" ? `delta of ${one.base_version}, ${size(one.stored_bytes)} stored, ${(100 * one.changed_fraction).toFixed(2)} % changed` : one.commit_time ? "full" : "–",
-      one.client_run || one.metadata.run_id || (one.epoch ? `epoch ${one.epoch}` : "the engine's checkpoint"), one.metadata.step ?? "–",
+      pusherOf(one), one.metadata.step ?? "–",
       { receiving: "not yet", committed: lasting === false ? "until the server ends" : "yes", failed: "no: the push failed" }[one.durability] ?? one.durability,
       PLACES[one.residency] ?? one.residency],
   }));
