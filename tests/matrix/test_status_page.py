@@ -162,7 +162,7 @@ def test_what_happens_to_a_host_is_seen_while_it_does(site: Site) -> None:
 def _take_screenshots(page: Page) -> None:
     """Show the docs a host where all is well: the upper part, and the whole on a phone."""
     page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-    page.set_viewport_size({"width": 1200, "height": 1480})
+    page.set_viewport_size({"width": 1000, "height": 1250})
     take_screenshot(page, "page-idle")
     page.set_viewport_size({"width": 390, "height": 844})
     page.emulate_media(color_scheme="dark")

@@ -44,7 +44,7 @@ def chromium(program: str) -> Iterator[Browser]:
 @contextlib.contextmanager
 def open_page(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
     """Open a page in a profile of its own; nothing may fail in it, and no dialog may open."""
-    context = browser.new_context(viewport={"width": 1200, "height": 900}, **options)
+    context = browser.new_context(viewport={"width": 1000, "height": 760}, **options)
     context.set_default_timeout(_PATIENCE_MS)
     page = context.new_page()
     faults: list[str] = []
