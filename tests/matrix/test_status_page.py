@@ -161,6 +161,11 @@ def test_what_happens_to_a_host_is_seen_while_it_does(site: Site) -> None:
 
 def _take_screenshots(page: Page) -> None:
     """Show the docs a host where all is well: the upper part, and the whole on a phone."""
+    for name in ("a", "b"):
+        ranks = page.get_by_role("table", name=f"Ranks of engine {name}")
+        expect(ranks).to_be_visible()
+        page.get_by_role("button", name=f"Ranks of engine {name}").click()
+        expect(ranks).to_have_count(0)
     page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     page.set_viewport_size({"width": 1000, "height": 1250})
     take_screenshot(page, "page-idle")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ _PATIENCE_MS = 60_000
 _CHECKS = Path(__file__).with_name("page_checks.js").read_text()
 #: WCAG 2.2, 1.4.3: of text that is not large.
 _CONTRAST = 4.5
+#: Of a screenshot: the page has few, and the docs take no large pictures.
+_COLORS = 48
 #: A phone's width in pixels.
 _PHONE = 360
 
@@ -66,9 +70,10 @@ def _is_fault(line: Any) -> bool:
 
 
 def take_screenshot(page: Page, name: str) -> None:
-    """Write what is seen into the folder of the variable, if that is set."""
+    """Write what is seen into the folder of the variable, if that is set, in a few colors."""
     if folder := os.environ.get(SCREENSHOTS):
-        page.screenshot(path=Path(folder) / f"{name}.png", animations="disabled")
+        picture = Image.open(BytesIO(page.screenshot(animations="disabled")))
+        picture.quantize(_COLORS).save(Path(folder) / f"{name}.png", optimize=True)
 
 
 def wrong_with(page: Page) -> list[str]:
