@@ -27,7 +27,7 @@ _CHECKS = Path(__file__).with_name("page_checks.js").read_text()
 #: WCAG 2.2, 1.4.3: of text that is not large.
 _CONTRAST = 4.5
 #: Of a screenshot: the page has few, and the docs take no large pictures.
-_COLORS = 48
+_COLORS = 128
 #: A phone's width in pixels.
 _PHONE = 360
 
