@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -107,6 +108,15 @@ def test_what_happens_to_a_host_is_seen_while_it_does(site: Site) -> None:
     expect(page.locator("#connection")).to_have_text("Connected; what is shown is live")
     expect(_row(page, "engine-rows", "b")).to_contain_text("2 of 2 ranks")
     site.is_fine()
+
+    # The keyboard comes by everything in the order of the page, and may skip to the status.
+    reached = []
+    for _ in range(page.locator("a:visible, button:visible").count()):
+        page.keyboard.press("Tab")
+        reached.append(page.locator(":focus").inner_text().split()[0])
+    assert reached[:3] == ["Skip", "Ranks", "Ranks"]
+    page.locator(".skip").press("Enter")
+    expect(page.locator("main")).to_be_focused()
 
     # An apply is held at a failpoint of the server, long enough to be seen on any machine.
     second = host.push(1)
@@ -215,6 +225,19 @@ def test_an_open_push_is_shown_and_a_server_that_went_is_found_again(site: Site)
     server.start()
     expect(page.locator("#connection")).to_have_text("Connected; what is shown is live")
     site.serves()
+
+    # One that hangs is no better, though its connections stay open; a minute is as good as passed.
+    page.clock.install()
+    page.reload()
+    site.serves()
+    assert server.process is not None
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        page.clock.fast_forward(60_000)
+        expect(page.locator("#connection")).to_contain_text("The server does not answer")
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    expect(page.locator("#connection")).to_have_text("Connected; what is shown is live")
 
 
 def test_two_hundred_versions_and_names_that_a_trainer_chose(browser: Browser) -> None:

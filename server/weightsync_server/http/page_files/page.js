@@ -4,7 +4,7 @@
 
 const EVENTS = "v1/weightsync/events", TOKEN = `weightsync token ${location.pathname}`;
 const PHASES = ["prepare", "pause", "commit", "verify", "resume"], PAUSED = [...PHASES.slice(1), "other"];
-const SHOWN = 20, MOST_OPEN_RANKS = 16, RATE_S = 5;
+const SHOWN = 20, MOST_OPEN_RANKS = 16, RATE_S = 5, SILENCE_S = 25;
 const parts = {};
 const toggled = new Set();
 const received = new Map();
@@ -384,6 +384,7 @@ function say(text) {
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = "", next; !(next = await reader.read()).done; ) {
+    heard = performance.now();
     const blocks = (text += next.value).split("\n\n");
     text = blocks.pop();
     for (const block of blocks) {
@@ -393,7 +394,7 @@ async function* events(body) {
   }
 }
 
-let following;
+let following, heard = 0;
 let wake = () => {};
 
 function ask(why) {
@@ -409,6 +410,7 @@ function ask(why) {
 async function follow() {
   const token = sessionStorage.getItem(TOKEN);
   following = new AbortController();
+  heard = performance.now();
   const reply = await fetch(EVENTS, { headers: token ? { Authorization: `Bearer ${token}` } : {}, signal: following.signal, cache: "no-store" });
   if (!reply.ok) {
     const { error, reason } = await reply.json();
@@ -423,7 +425,7 @@ async function follow() {
   for (const name of Object.keys(parts)) delete parts[name];
   say("Connected; what is shown is live");
   for await (const [name, data] of events(reply.body)) {
-    if (name === "refused") break;
+    if (name === "refused") return 0;
     take(name, data);
   }
   return 1;
@@ -461,6 +463,8 @@ find("access").addEventListener("submit", (event) => {
 // A hidden page costs the server nothing.
 document.addEventListener("visibilitychange", () => (document.hidden ? following?.abort() : wake()));
 setInterval(() => {
+  // The server says something every 10 s: a connection that is silent is dead, and shows the past.
+  if (performance.now() - heard > SILENCE_S * 1e3) following?.abort();
   if (!parts.status) return;
   samplePushes();
   if (received.size) showPushes();

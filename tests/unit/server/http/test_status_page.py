@@ -36,7 +36,9 @@ _FILES = ("/", "/page.css", "/page.js")
 class Site:
     """A server in this process; `looks` counts how often its status was read."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, open_to_all: bool = False
+    ) -> None:
         self.looks = 0
         self.tokens = {role: new_token() for role in ("read", "push", "member")}
         self._authority = folder / "authority.toml"
@@ -48,7 +50,7 @@ class Site:
         values: dict[str, Any] = {
             "engine": ["none"],
             "listen": [self.address],
-            "authority": self._authority,
+            "authority": None if open_to_all else self._authority,
             "run_dir": folder,
             "state_dir": folder / "state",
             "store": "memory://",
@@ -136,12 +138,14 @@ async def _until(events: AsyncIterator[tuple[str, Any]], name: str) -> Any:
 
 
 @pytest.fixture
-async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+async def site(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Site]:
     # It would change the collector and the limits of the process that runs the tests.
     monkeypatch.setattr(app_module, "tune_process", lambda: None)
     monkeypatch.setattr(status_page, "_LOOK_S", 0.05)
     with tempfile.TemporaryDirectory(prefix="wsh") as name:
-        site = Site(Path(name), monkeypatch)
+        site = Site(Path(name), monkeypatch, open_to_all=hasattr(request, "param"))
         await site.app.start()
         try:
             yield site
@@ -182,6 +186,23 @@ async def test_only_the_files_are_public(site: Site) -> None:
         assert answer.status_code == 400
     async with site.get("/page.py", "read") as answer:
         assert answer.status_code == 404
+
+
+@pytest.mark.parametrize("site", ["open to all"], indirect=True)
+async def test_a_site_that_gives_this_address_a_name_reads_nothing(site: Site) -> None:
+    for host in ("127.0.0.1:8551", "[::1]:8551", "localhost:9", "LOCALHOST"):
+        async with site.get(EVENTS, host=host) as answer:
+            assert answer.status_code == 200, host
+    for host in ("evil.test", "evil.test:8551", "localhost.evil.test", "127.0.0.1.evil.test", "["):
+        async with site.get(EVENTS, host=host) as answer:
+            refused = json.loads(await answer.aread())
+        assert answer.status_code == 403, host
+        assert refused["error"].startswith("open the page by an address or as localhost")
+
+
+async def test_who_proves_a_role_may_use_any_name(site: Site) -> None:
+    async with site.get(EVENTS, "read", host="weights.test") as answer:
+        assert answer.status_code == 200
 
 
 async def test_a_stream_has_all_parts_and_then_only_what_changes(site: Site) -> None:
