@@ -4,7 +4,7 @@
 
 const EVENTS = "v1/weightsync/events", TOKEN = `weightsync token ${location.pathname}`;
 const PHASES = ["prepare", "pause", "commit", "verify", "resume"], PAUSED = [...PHASES.slice(1), "other"];
-const SHOWN = 20, MOST_OPEN_RANKS = 16, RATE_S = 5, SILENCE_S = 25;
+const SHOWN = 20, MOST_OPEN_RANKS = 16, RATE_S = 5, SILENCE_S = 25, MOST_NAMED = 3;
 const parts = {};
 const toggled = new Set();
 const received = new Map();
@@ -110,6 +110,7 @@ function stateOf(status) {
   const away = engines.filter((one) => !["serving", "applying"].includes(one.state));
   if (!engines.length) return ["No engine is connected.", "bad"];
   const live = each(model.live_version, engines.map((one) => one.live_version));
+  if (away.length > MOST_NAMED) return [`${away.length} of ${engines.length} engines do not serve.`, "bad"];
   if (away.length)
     return [away.map((one) => `Engine ${one.name} is ${words(one.state)}.`).join(" ") +
       (away.length < engines.length ? ` Of ${count(engines.length, "engine")} ${engines.length - away.length} can serve.` : ""), "bad"];
@@ -361,7 +362,7 @@ const SHOW = {
 };
 
 function take(name, data) {
-  if (!(name in SHOW)) return;
+  if (!Object.hasOwn(SHOW, name)) return;
   parts[name] = data;
   if (!parts.status) return;
   find("status").hidden = false;
@@ -423,6 +424,7 @@ async function follow() {
   }
   find("access").hidden = true;
   for (const name of Object.keys(parts)) delete parts[name];
+  find("fleet-section").hidden = true;
   say("Connected; what is shown is live");
   for await (const [name, data] of events(reply.body)) {
     if (name === "refused") return 0;
