@@ -32,6 +32,7 @@ _WITH_VALUE = frozenset({"-k", "-m", "-o", "-p", "-c", "-n", "-W"})
 #: What some tests need beside Python, and the Debian package that has it.
 _PROGRAMS = {
     "cc": "gcc",
+    "chromium": "chromium",
     "curl": "curl",
     "docker-compose": "docker-compose",
     "etcd": "etcd-server",

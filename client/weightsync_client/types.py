@@ -492,6 +492,7 @@ class Version:
         layout_check: Whether the engine takes its tensors.
         live_check: Whether its live parameters were compared as a whole.
         live_check_time: When they were.
+        client_run: The client run that pushed it; empty: unknown, or it was not pushed.
     """
 
     model: str
@@ -519,6 +520,7 @@ class Version:
     live_check: LiveCheck = LiveCheck.UNSPECIFIED
     live_check_time: datetime | None = None
     layout_check: LayoutCheck = LayoutCheck.UNSPECIFIED
+    client_run: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,9 +139,9 @@ class Settings:
     )
     http: str = setting(
         "",
-        "HOST:PORT of vLLM's HTTP verbs (/pause, /update_weights, /resume, /health), for trainers "
-        "and scripts that post checkpoint folders; port 0: any free port; empty: off. TLS and "
-        "authority are those of listen.",
+        "HOST:PORT of the status page and of vLLM's HTTP verbs (/pause, /update_weights, /resume, "
+        "/health), for trainers and scripts that post checkpoint folders; port 0: any free port; "
+        "empty: off. TLS and authority are those of listen.",
         check=_check_http,
     )
     import_dir: list[str] = setting(

@@ -38,6 +38,7 @@ from weightsync_server.http.http_app import HttpApi
 from weightsync_server.http.http_calls import HttpCalls
 from weightsync_server.http.http_server import MetricsEndpoint
 from weightsync_server.http.read_verbs import ReadVerbs
+from weightsync_server.http.status_page import StatusPage
 from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.invariants import InvariantMonitor, count_lost
 from weightsync_server.model import Model, open_model
@@ -318,7 +319,7 @@ async def open_doors(
     guarded = {path: guard.guarded(path, call) for path, call in calls.items()}
     # With the other addresses: one that is taken ends the start before the engine hears of it.
     metrics_port = _serve_metrics(ground, stack)
-    http = _serve_verbs(ground, guarded, services, verbs, audit, stack)
+    http = _serve_verbs(ground, core, guarded, services, verbs, audit, stack)
     stack.push_async_callback(ground.ingesters.close)
     await ground.ingesters.serve(guarded[PUSH_WEIGHTS], audit)
     return DoorBundle(addresses, metrics_port, http)
@@ -377,6 +378,7 @@ def _serve_metrics(ground: GroundBundle, stack: contextlib.AsyncExitStack) -> in
 
 def _serve_verbs(
     ground: GroundBundle,
+    core: ServerCore,
     guarded: Mapping[str, UseCase],
     services: Sequence[ExtraService],
     verbs: Callable[[], Sequence[MakeHttpVerbs]],
@@ -392,10 +394,11 @@ def _serve_verbs(
     fault = partial(ground.metrics.violate, "only_data")
     others = [ReadVerbs(calls, settings.name).verbs]
     others += [each.verbs(calls, settings.name) for each in services]
-    sources = [make(calls, settings.name, settings.import_folders) for make in verbs()]
+    page = StatusPage(calls, core)
+    made = [make(calls, settings.name, settings.import_folders) for make in verbs()]
     tls = listeners.tls_context()
     with _refusing_address(settings.http, "--http"):
-        api = HttpApi(host, int(port), tls, calls, sources, others, fault)
+        api = HttpApi(host, int(port), tls, calls, [page, *made], others, fault)
     stack.push_async_callback(api.drain, 0.0)
     return api
 
@@ -477,4 +480,4 @@ async def listen(
         host = settings.metrics.rpartition(":")[0]
         logger.info("metrics on http://%s:%d/metrics", host, doors.metrics_port)
     if doors.http is not None:
-        logger.info("vLLM's verbs on port %d (http)", doors.http.port)
+        logger.info("status page on %s/", doors.http.url)

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
@@ -89,7 +89,7 @@ class EngineHost:
         self.engines.pop(name).stop()
         (self.folder / f"{name}.sock").unlink()
 
-    def push(self, content: int) -> int:
+    def push(self, content: int, **options: Any) -> int:
         """Push a content, and return its version."""
         tensors = {
             name: torch.frombuffer(bytearray(data), dtype=_DTYPES[KINDS[name][0]]).reshape(
@@ -98,7 +98,7 @@ class EngineHost:
             for name, data in self.contents.tensors(content).items()
         }
         with self.client as client:
-            return client.push(tensors).version
+            return client.push(tensors, **options).version
 
     def serves(self) -> dict[str, int | None]:
         """Return the content that each engine generates with; None: it stands still."""

@@ -27,6 +27,7 @@ from weightsync_server.extensions.trainer.training import TrainVerbs
 from weightsync_server.extensions.vllm_verbs import VllmVerbs
 from weightsync_server.flags import Flags
 from weightsync_server.http.read_verbs import ReadVerbs
+from weightsync_server.http.status_page import StatusPage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -142,7 +143,7 @@ def _field(field: FieldDescriptor) -> str:
 
 def _paths() -> dict[str, str]:
     calls = cast("Any", None)
-    others = VllmVerbs(calls, "default", ()), TrainVerbs(calls, "default")
+    others = StatusPage(calls, calls), VllmVerbs(calls, "default", ()), TrainVerbs(calls, "default")
     verbs = dict(ReadVerbs(calls, "default").verbs)
     for each in others:
         verbs |= each.verbs

@@ -328,6 +328,7 @@ class VersionRecord:
             metadata=self.metadata,
             pinned=self.pinned,
             layout_check=self.layout_check,
+            client_run=self.client_run,
         )
         if self.serving == pb.SERVING_LIVE:
             info.live_check = self.live_check

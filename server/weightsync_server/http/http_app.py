@@ -69,6 +69,7 @@ class HttpApi:
             tls=tls,
         )
         self.port: int = self._endpoint.port
+        self.url = f"{'https' if tls else 'http'}://{host}:{self.port}"
 
     async def drain(self, grace_s: float) -> None:
         """Let nobody in any more; what is under way gets so many seconds, then it ends."""
@@ -100,7 +101,8 @@ class HttpApi:
             raise WeightSyncError(
                 Reason.PERMISSION_DENIED, "browsers are not answered; ask without an Origin header"
             )
-        self._calls.permit(request, verb.needs if verb is not None else ())
+        if verb is None or not verb.is_public:
+            self._calls.permit(request, verb.needs if verb is not None else ())
         if verb is None:
             return http_messages.no_route(self._verbs)
         if request.method != verb.method and (request.method, verb.method) != ("HEAD", "GET"):

@@ -92,7 +92,8 @@ class Verb(NamedTuple):
     """What a path does.
 
     Its sender must be allowed to call all methods in `needs`, before any is called. `body_bytes` is
-    the most of a body. If `is_long`, a sender that leaves ends the waiting for its answer.
+    the most of a body. If `is_long`, a sender that leaves ends the waiting for its answer. What
+    `is_public` is answered to anyone who can connect: it says nothing of this server.
     """
 
     method: str
@@ -101,6 +102,7 @@ class Verb(NamedTuple):
     body_bytes: int = BODY_BYTES
     may_be_empty: bool = True
     is_long: bool = False
+    is_public: bool = False
 
 
 def read_fields(request: HttpRequest, *, may_be_empty: bool) -> dict[str, Any]:
@@ -132,8 +134,8 @@ def refuse_unknown(fields: Mapping[str, Any], known: Sequence[str]) -> None:
 
 
 #: Seconds without an event after which a comment is sent: proxies end connections that are silent.
-_SILENCE_S = 10.0
-_COMMENT = b":\n\n"
+SILENCE_S = 10.0
+COMMENT = b":\n\n"
 
 
 class EventStream:
@@ -164,9 +166,9 @@ class EventStream:
             message, self._first = self._first, None
             return _event(self._document(message))
         self._next = self._next or asyncio.ensure_future(anext(self._others, None))
-        done, _ = await asyncio.wait([self._next], timeout=_SILENCE_S)
+        done, _ = await asyncio.wait([self._next], timeout=SILENCE_S)
         if not done:
-            return _COMMENT
+            return COMMENT
         found, self._next = self._next, None
         try:
             message = found.result()

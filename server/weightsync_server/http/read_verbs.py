@@ -59,14 +59,17 @@ def plain_document(message: Message) -> dict[str, Any]:
     """Return all fields of a message as JSON has them.
 
     A duration is in seconds and its name ends in `_s`, a time is text in ISO 8601, a choice its
-    name in small letters. A message, or a duration or time, that is not set is null.
+    name in small letters. A message, or a duration or time, that is not set is null. The values of
+    a map are plain.
     """
     document: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         is_duration = field.message_type is Duration.DESCRIPTOR
         name = f"{field.name}_s" if is_duration else field.name
         value = getattr(message, field.name)
-        if field.is_repeated:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            document[name] = dict(value)
+        elif field.is_repeated:
             document[name] = [_plain(field, one) for one in value]
         elif field.message_type is not None and not message.HasField(field.name):
             document[name] = None

@@ -23,6 +23,7 @@ _ATTACH = attach_pb2.DESCRIPTOR.services_by_name["AttachService"].full_name
 BEGIN_PUSH, ABORT_PUSH = f"/{_OURS}/BeginPush", f"/{_OURS}/AbortPush"
 APPLY_VERSION, GET_STATUS = f"/{_OURS}/ApplyVersion", f"/{_OURS}/GetStatus"
 GET_ENGINE_LAYOUT, LIST_APPLIES = f"/{_OURS}/GetEngineLayout", f"/{_OURS}/ListApplies"
+LIST_VERSIONS, GET_FLEET_STATUS = f"/{_OURS}/ListVersions", f"/{_OURS}/GetFleetStatus"
 
 _USE_CASES: Mapping[str, Callable[[ServerCore, Any, Any], Any]] = {
     f"/{_OURS}/AcquireEpoch": push_calls.acquire_epoch,
@@ -36,9 +37,9 @@ _USE_CASES: Mapping[str, Callable[[ServerCore, Any, Any], Any]] = {
     f"/{_OURS}/VerifyVersion": serving_calls.verify_version,
     LIST_APPLIES: serving_calls.list_applies,
     GET_STATUS: serving_calls.get_status,
-    f"/{_OURS}/GetFleetStatus": serving_calls.get_fleet_status,
+    GET_FLEET_STATUS: serving_calls.get_fleet_status,
     f"/{_OURS}/AbortFleetApply": serving_calls.abort_fleet_apply,
-    f"/{_OURS}/ListVersions": version_calls.list_versions,
+    LIST_VERSIONS: version_calls.list_versions,
     f"/{_OURS}/GetVersion": version_calls.get_version,
     GET_ENGINE_LAYOUT: version_calls.get_engine_layout,
     f"/{_OURS}/WatchVersions": version_calls.watch_versions,

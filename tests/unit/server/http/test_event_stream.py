@@ -64,7 +64,7 @@ async def test_a_failure_is_the_last_event() -> None:
 
 
 async def test_silence_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_messages, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(http_messages, "SILENCE_S", 0.05)
     messages = _Messages(None, "a")
     stream = _stream(messages)
     assert _read(await anext(stream)) == {"event": "first"}
@@ -82,7 +82,7 @@ async def test_silence_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_what_makes_messages_ends_with_it(
     reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_messages, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(http_messages, "SILENCE_S", 0.05)
     messages = _Messages("begun", None)
     others = messages.run()
     assert await anext(others) == "begun"
