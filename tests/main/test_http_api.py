@@ -505,7 +505,7 @@ def test_a_pause_says_how_the_update_stops_generation(
         ("GET", "/update_weights", b"", 405),
         ("POST", "/health", b"", 405),
         ("PUT", "/pause", b"", 405),
-        ("GET", "/", b"", 404),
+        ("GET", "/page", b"", 404),
         ("POST", "/update_weights/", b"", 404),
         ("POST", "/init_weight_transfer_engine", b"{}", 404),
         ("POST", "/update_weights", b"", 400),

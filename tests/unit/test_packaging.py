@@ -61,9 +61,10 @@ def test_only_our_packages_are_at_the_top(names: set[str]) -> None:
 
 
 @pytest.mark.parametrize("package", FOLDERS)
-def test_every_module_and_marker_is_in_it(names: set[str], package: str) -> None:
+def test_every_module_page_and_marker_is_in_it(names: set[str], package: str) -> None:
     folder = FOLDERS[package]
-    files = [path for pattern in ("*.py", "*.pyi") for path in folder.rglob(pattern)]
+    patterns = ("*.py", "*.pyi", "*.html", "*.css", "*.js")
+    files = [path for pattern in patterns for path in folder.rglob(pattern)]
     wanted = {f"{package}/{path.relative_to(folder).as_posix()}" for path in files}
     assert sorted((wanted | {f"{package}/py.typed"}) - names) == []
 
