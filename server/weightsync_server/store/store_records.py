@@ -54,6 +54,7 @@ class CommitRecord(_Record):
         changed_elements: Where it was pushed as a delta: elements that the delta told.
         client_run: The run of the client that pushed it; empty: not known.
         epoch_taken: That run took the epoch.
+        traceparent: The span of the push that brought it; empty: it was not traced.
     """
 
     model: str
@@ -78,6 +79,7 @@ class CommitRecord(_Record):
     changed_fraction: float = 0.0
     client_run: str = ""
     epoch_taken: bool = False
+    traceparent: str = ""
 
     @property
     def stored_bytes(self) -> int:
