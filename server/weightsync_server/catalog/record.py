@@ -335,6 +335,7 @@ class VersionRecord:
             metadata=self.metadata,
             pinned=self.pinned,
             layout_check=self.layout_check,
+            traceparent=self.traceparent,
         )
         if self.serving == pb.SERVING_LIVE:
             info.live_check = self.live_check
