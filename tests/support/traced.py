@@ -48,10 +48,14 @@ class Collector:
         self.stop()
 
     @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
     def variables(self) -> dict[str, str]:
         """Environment variables of who sends it spans, without waiting for more to send."""
         return {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self._port}",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint,
             "OTEL_BSP_SCHEDULE_DELAY": "100",
         }
 

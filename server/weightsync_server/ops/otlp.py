@@ -202,7 +202,8 @@ def _end(span: trace.Span, phase: TracedPhase) -> None:
         )
         if phase.error:
             span.set_status(Status(StatusCode.ERROR, phase.error))
-    span.end(phase.ended_ns)
+    # The clock may have been put back meanwhile.
+    span.end(max(phase.began_ns, phase.ended_ns))
 
 
 def _resource(facts: Mapping[str, str]) -> Resource:

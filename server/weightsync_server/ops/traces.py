@@ -108,6 +108,7 @@ class Work:
     def __init__(self, spans: SpanMaker, name: str, caller: str) -> None:
         self._spans, self._caller = spans, caller
         self._span: OpenSpan | None = None
+        self._named = ""
         self._whole = TracedPhase(name, clock.wall_ns())
         self._count = 0
 
@@ -128,19 +129,19 @@ class Work:
             elif mine:
                 links = [mine]
             self._span = self._spans.begin(self._whole.name, self._whole.began_ns, parent, links)
-        named = self._span.traceparent
+            self._named = self._span.traceparent
         self.join()
-        return named
+        return self._named
 
     def join(self) -> None:
         """Have the call that this task serves belong to it, unless its caller said where to."""
-        if self._span is None:
+        if not self._named:
+            # It has not begun, or OpenTelemetry is switched off.
             return
-        named = self._span.traceparent
         call = _call.get()
         if call is not None and not call.parent:
-            call.parent = named
-        note(trace_id=trace_id(named))
+            call.parent = self._named
+        note(trace_id=trace_id(self._named))
 
     def add(self, phase: TracedPhase) -> None:
         self._count += 1 + len(phase.parts)

@@ -16,6 +16,7 @@ pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import trace_id
 from weightsync_server.ops import traces
@@ -161,6 +162,17 @@ def test_nothing_is_measured_without_a_work() -> None:
         assert traces.current() is None
 
 
+async def test_no_span_ends_before_it_began(site: _Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([9_000, 5_000, 4_000, 3_000])
+    monkeypatch.setattr(clock, "wall_ns", lambda: next(now))
+    work = Work(site.spans, "apply", "")
+    with traces.within(work), traces.phase("apply.pause"):
+        pass
+    work.end({})
+    for span in (await site.sent()).values():
+        assert span.start_time == span.end_time
+
+
 async def test_what_is_too_much_for_a_span_is_left_out(site: _Site) -> None:
     work = Work(site.spans, "apply", "")
     for _ in range(5000):
@@ -238,6 +250,8 @@ async def test_a_disabled_sdk_makes_no_spans(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     site = _Site()
     work = Work(site.spans, "push", "")
+    traces.take_over(_CALLER)
     assert work.traceparent == ""
+    assert traces.caller() == _CALLER
     work.end({"version": 1})
     assert not await site.sent()
