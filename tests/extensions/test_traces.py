@@ -198,15 +198,14 @@ def test_what_is_refused_says_why(
 def test_a_header_that_names_no_trace_begins_one(
     client: Client, server: WeightSyncServer, collector: Collector, header: str
 ) -> None:
-    before = collector.traces()
+    before = collector.traces
     version = client.push(_tensors(5)).version
     server.stub.ApplyVersion(
         pb.ApplyVersionRequest(model="policy", version=version),
         timeout=60,
         metadata=(("traceparent", header),),
     )
-    (new,) = collector.traces(_WHOLE) - before
-    assert new != _TRACE
+    assert collector.new_trace(before, _WHOLE) != _TRACE
 
 
 def test_a_version_is_in_its_trace_also_after_a_restart(
@@ -221,6 +220,23 @@ def test_a_version_is_in_its_trace_also_after_a_restart(
     client.apply(version)
     spans = collector.trace(trace_id, _ended("push", "apply"))
     assert named(spans, "apply")[0]["parent"] == named(spans, "push")[0]["span_id"]
+
+
+def test_a_push_is_one_trace_also_over_a_restart(
+    client: Client, server: WeightSyncServer, collector: Collector
+) -> None:
+    # Of a client that names no trace.
+    begin = pb.BeginPushRequest(model="policy", total_bytes=10, shard_count=1)
+    before = collector.traces
+    push = server.stub.BeginPush(begin, timeout=60)
+    assert server.stop() == 0
+    trace_id = collector.new_trace(before, _ended("push", f"{_RPC}/BeginPush"))
+    server.start()
+    server.wait_serving()
+    server.stub.AbortPush(pb.AbortPushRequest(push_id=push.push_id), timeout=60)
+    spans = collector.trace(trace_id, _ended(f"{_RPC}/AbortPush"))
+    first, second = named(spans, "push")
+    assert second["parent"] == first["span_id"]
 
 
 def test_ingest_processes_pass_the_trace_on(folder: Path, collector: Collector) -> None:

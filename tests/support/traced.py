@@ -63,13 +63,21 @@ class Collector:
     def spans(self) -> list[Span]:
         return [json.loads(line) for line in self._file.read_text().splitlines()]
 
-    def traces(self, whole: Callable[[list[Span]], bool] = lambda _: True) -> set[str]:
-        """Return the ids of all traces once the newest one is whole."""
-        spans = self.spans
-        if not spans:
-            return set()
-        self.trace(spans[-1]["trace_id"], whole)
+    @property
+    def traces(self) -> set[str]:
+        """The ids of all traces so far."""
         return {span["trace_id"] for span in self.spans}
+
+    def new_trace(self, before: set[str], whole: Callable[[list[Span]], bool]) -> str:
+        """Return the id of the one trace that is not in `before`, once it is whole."""
+        end = time.monotonic() + 60
+        while not (new := self.traces - before):
+            assert time.monotonic() < end, "there is no new trace"
+            time.sleep(0.05)
+        (found,) = new
+        self.trace(found, whole)
+        assert self.traces - before == new
+        return found
 
     def trace(self, trace_id: str, whole: Callable[[list[Span]], bool]) -> list[Span]:
         """Return the spans of a trace once they are all there."""

@@ -373,7 +373,8 @@ class PushService:
         state = push.state
         if state.work is None:
             state.work = traces.Work(self._spans, "push", traces.caller())
-            state.record.name_trace(state.work.traceparent)
+            # What an earlier life of the server had traced of it goes on.
+            state.record.name_trace(state.work.concern(state.record.traceparent))
         state.work.join()
 
     def _in_place(self, version: int, who: str, key: str) -> VersionRecord | None:

@@ -100,7 +100,8 @@ class PushRecord(_Record):
     """What must be known of an open push after a crash.
 
     `request` is the serialized call that opened it, hexadecimal. `delta` tells that its shards are
-    those of a delta. `server` has the push; empty: an earlier release.
+    those of a delta. `server` has the push; empty: an earlier release. `traceparent` is the span of
+    the push; empty: it is not traced.
     """
 
     push_id: str
@@ -110,6 +111,7 @@ class PushRecord(_Record):
     request: str
     delta: bool = False
     server: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)
