@@ -93,8 +93,9 @@ class OtlpSpans:
         ending = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         ending.start()
         ending.join(longest_s)
-        # What is under way is broken off, and what waits is not sent any more.
-        self._exporter.stop()
+        # What is under way is broken off, and what waits is not sent any more. That may take as
+        # long as what is sent, and nobody waits for it.
+        threading.Thread(target=self._exporter.stop, name="spans", daemon=True).start()
 
 
 class OtlpSpan:
