@@ -22,7 +22,9 @@ TEXT, JSON = "text", "json"
 
 _TEXT_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 #: Of https://www.w3.org/TR/trace-context: version, trace, span, flags.
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-((?!0{16})[0-9a-f]{16}-[0-9a-f]{2})"
+)
 
 logger = logging.getLogger(__name__)
 _facts: ContextVar[Mapping[str, Any]] = ContextVar(
@@ -60,6 +62,12 @@ def trace_id(traceparent: str) -> str:
     """Return the id of the trace that a `traceparent` header names; "": it names none."""
     found = _TRACEPARENT.match(traceparent)
     return found[1] if found else ""
+
+
+def traceparent(header: str) -> str:
+    """Return what a `traceparent` header of any version says, as version 00; "": it names none."""
+    found = _TRACEPARENT.match(header)
+    return f"00-{found[1]}-{found[2]}" if found else ""
 
 
 def configure(form: str, level: int | str, model: str = "") -> None:

@@ -65,6 +65,7 @@ class DecisionPlan:
             always pause so.
         reason: For people; "": nobody said.
         clears: The target's content is accepted again after the COMMIT, if it was rejected.
+        traceparent: The span below which participants trace what they do; "": nobody traces it.
     """
 
     number: int
@@ -79,6 +80,7 @@ class DecisionPlan:
     pause: PauseSpec | None = None
     reason: str = ""
     clears: bool = False
+    traceparent: str = ""
 
     @property
     def members(self) -> frozenset[str]:

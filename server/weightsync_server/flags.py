@@ -49,7 +49,7 @@ _GROUPS = {
     "Supervised trainers": """
         trainer trainer_python trainer_engine trainer_queue trainer_start_timeout_s
         trainer_silence_s trainer_grace_s checkpoint_dir checkpoint_folders""",
-    "Log and shutdown": "log_level log_format drain_timeout_s stop_timeout_s",
+    "Log and shutdown": "log_level log_format traces drain_timeout_s stop_timeout_s",
 }
 _OTHERS = "Other settings"
 

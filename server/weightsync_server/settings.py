@@ -191,6 +191,11 @@ class Settings:
         "text, or json: one JSON object for each event, on one line.",
         check=_check_log_format,
     )
+    traces: bool = setting(
+        False,
+        "Send a trace of each version to the OTLP collector that OpenTelemetry's variables "
+        "(OTEL_...) name.",
+    )
     extensions: Sequence[ExtensionSettings] = ()
 
     def check(self) -> None:

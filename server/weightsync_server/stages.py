@@ -21,6 +21,7 @@ from weightsync.log_lines import event
 from weightsync.model.manifest import MAX_VERSION
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.extras import needing
 from weightsync_server.attach import Attachments, InPlaceCalls
 from weightsync_server.auth import PUSH_WEIGHTS, Endpoint
 from weightsync_server.auth.audit import Audit
@@ -30,6 +31,7 @@ from weightsync_server.catalog.scrubber import Scrubber
 from weightsync_server.catalog.version_events import ChainFolded
 from weightsync_server.engine import Applier, EngineContext, JournalFile
 from weightsync_server.engine.apply_history import ApplyHistory
+from weightsync_server.engine.engine_set import engine_name
 from weightsync_server.engine.journal import live_in_store
 from weightsync_server.engine.served_engines import Engines, MakeWatcher
 from weightsync_server.fleet_host.fleet_service import FleetNeeds, FleetService
@@ -47,6 +49,7 @@ from weightsync_server.ops.disk_watch import DiskWatch
 from weightsync_server.ops.durable_files import StateLock
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.ops.os_errors import translate_os_errors
+from weightsync_server.ops.traces import SpanMaker
 from weightsync_server.push import PushService, SameHostOffers, serve_same_host
 from weightsync_server.replicate.start_follower import Replica
 from weightsync_server.residency.segment_allocator import SegmentAllocator, SegmentBudget
@@ -74,6 +77,8 @@ from weightsync_server.workers.fetch.gpu_copy import GpuFetchPool
 
 logger = logging.getLogger(__name__)
 
+#: How long the end of a server waits for a collector to take the last spans, seconds.
+_LAST_SPANS_S = 2.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightSync"]
 
 
@@ -98,6 +103,7 @@ class GroundBundle:
     push_health: PushHealth
     needs: FleetNeeds
     replica: Replica
+    spans: SpanMaker | None
 
 
 async def open_ground(settings: Settings, stack: contextlib.AsyncExitStack) -> GroundBundle:
@@ -111,6 +117,7 @@ async def open_ground(settings: Settings, stack: contextlib.AsyncExitStack) -> G
     # Before any channel exists: children are spawned, gRPC does not survive a fork.
     await fetchers.start()
     stack.push_async_callback(fetchers.stop)
+    spans = _open_spans(settings, metrics, stack)
     make_dir(paths.run_dir)
     segments = SegmentServer(paths.segment_socket)
     stack.callback(segments.close)
@@ -145,7 +152,23 @@ async def open_ground(settings: Settings, stack: contextlib.AsyncExitStack) -> G
         PushHealth(health),
         FleetNeeds(settings.fleet.fleet),
         Replica(),
+        spans,
     )
+
+
+def _open_spans(
+    settings: Settings, metrics: Metrics, stack: contextlib.AsyncExitStack
+) -> SpanMaker | None:
+    """Return what sends spans, the last ones when the stack ends; None: traces are off."""
+    if not settings.traces:
+        return None
+    with needing("--traces"):
+        from weightsync_server.ops.otlp import OtlpSpans
+    engines = ",".join(map(engine_name, settings.engines.names(settings.paths.run_dir)))
+    facts = {"gen_ai.request.model": settings.name, "weightsync.engine": engines}
+    spans = OtlpSpans(facts, metrics.count_dropped_spans)
+    stack.push_async_callback(spans.close, min(_LAST_SPANS_S, settings.stop_timeout_s / 4))
+    return spans
 
 
 async def open_versions(ground: GroundBundle, stack: contextlib.AsyncExitStack) -> VersionBundle:
@@ -189,7 +212,7 @@ async def _open_pushes(
     if settings.replica.url:
         # An origin has decided already which number its version gets.
         limits = replace(limits, max_version_jump=MAX_VERSION)
-    pushes = PushService(model, limits=limits, meters=ground.metrics)
+    pushes = PushService(model, limits=limits, meters=ground.metrics, spans=ground.spans)
     await pushes.restore()
     # An object store checks what it keeps by itself, and every byte read from it costs.
     if store.durable and store.local and settings.scrub_bytes_per_s:
@@ -240,7 +263,7 @@ async def open_engines(
     settings, segments, metrics = ground.settings, ground.segments, ground.metrics
     paths, model = settings.paths, versions.model
     fleet_name = settings.fleet.fleet
-    history = ApplyHistory(settings.apply.history)
+    history = ApplyHistory(settings.apply.history, ground.spans)
     await history.open(paths.state_dir / "applies.jsonl")
     # After the engines, which may end an apply until then.
     stack.push_async_callback(history.close)
@@ -343,7 +366,8 @@ def _guard(ground: GroundBundle) -> CallGuard:
     rpcs = RpcMetrics(metrics.registry)
     rpcs.initialize(_SERVICE)
     limits = RateLimits(ground.settings.calls)
-    return CallGuard(rpcs, partial(metrics.violate, "only_data"), limits, metrics.bounds)
+    fault = partial(metrics.violate, "only_data")
+    return CallGuard(rpcs, fault, limits, metrics.bounds, ground.spans)
 
 
 def _bind(

@@ -38,6 +38,11 @@ def _without(package: str, code: str, *arguments: str) -> subprocess.CompletedPr
             "run `pip install 'weightsync[objects]'`: ",
         ),
         (
+            "opentelemetry",
+            ("--store=memory://", "--engine=none", "--traces"),
+            "run `pip install 'weightsync[otel]'`: --traces needs opentelemetry",
+        ),
+        (
             "vllm",
             ("--engine=embedded", "--model=x", "--store=memory://"),
             "run `pip install vllm`: this configuration needs it",

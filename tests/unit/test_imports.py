@@ -29,6 +29,11 @@ def test_importing_it_loads_neither_torch_nor_vllm(module: str) -> None:
     assert _loaded(module, {"torch", "vllm"}) == []
 
 
+@pytest.mark.parametrize("module", ["weightsync_client", "weightsync_server.app"])
+def test_importing_it_loads_no_opentelemetry(module: str) -> None:
+    assert _loaded(module, {"opentelemetry"}) == []
+
+
 def test_a_loader_can_end_with_its_rank_before_it_loads_anything_heavy() -> None:
     # Until its `main` runs, a rank that is killed would leave it behind.
     heavy = {"numpy", "torch", "vllm", "xxhash"}

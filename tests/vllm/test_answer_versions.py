@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.traced import Collector
 from tests.support.vllm_fixtures import Bench, running_bench
 
 if TYPE_CHECKING:
@@ -78,11 +79,20 @@ class AnswerSite:
 
 
 @pytest.fixture(scope="module")
-def site(checkpoint: Callable[..., Path], run_dir: Path) -> Iterator[AnswerSite]:
+def collector(run_dir: Path) -> Iterator[Collector]:
+    with Collector(run_dir / "spans.jsonl") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def site(
+    checkpoint: Callable[..., Path], run_dir: Path, collector: Collector
+) -> Iterator[AnswerSite]:
     models = checkpoint(seed=1, layers=LAYERS), checkpoint(seed=2, layers=LAYERS)
     template = run_dir / "chat.jinja"
     template.write_text(TEMPLATE)
-    with running_bench(models[0], run_dir, flags=["--chat-template", str(template)]) as bench:
+    flags = ["--chat-template", str(template), "--otlp-traces-endpoint", collector.endpoint]
+    with running_bench(models[0], run_dir, flags=flags) as bench:
         yield AnswerSite(bench, models)
 
 
@@ -275,3 +285,14 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "not within the time"
         time.sleep(0.02)
+
+
+def test_vllms_spans_of_requests_name_the_version(site: AnswerSite, collector: Collector) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    for trace_id in ("1" * 32, "2" * 32):
+        site.apply()
+        header = f"00-{trace_id}-{'a' * 16}-01"
+        assert site.answer("/v1/completions", _order(2), traceparent=header)[0] == 200
+        (span,) = collector.trace(trace_id, bool)
+        assert (span["name"], span["parent"]) == ("llm_request", "a" * 16)
+        assert span["attributes"]["weightsync.version"] == site.live

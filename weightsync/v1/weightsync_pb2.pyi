@@ -2575,6 +2575,7 @@ class VersionInfo(_message.Message):
     LIVE_CHECK_TIME_FIELD_NUMBER: _builtins.int
     LAYOUT_CHECK_FIELD_NUMBER: _builtins.int
     CLIENT_RUN_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
@@ -2623,6 +2624,10 @@ class VersionInfo(_message.Message):
     """Whether the engine accepts its tensors."""
     client_run: _builtins.str
     """The client run that pushed it, as in BeginPush; empty: unknown, or it was not pushed."""
+    traceparent: _builtins.str
+    """The span of the push that brought it, as the header `traceparent` of W3C Trace Context (55
+    characters); empty: it was not traced.
+    """
     @_builtins.property
     def commit_time(self) -> _timestamp_pb2.Timestamp:
         """Time of the commit, wall clock of the server."""
@@ -2664,10 +2669,11 @@ class VersionInfo(_message.Message):
         live_check_time: _timestamp_pb2.Timestamp | None = ...,
         layout_check: Global___LayoutCheck.ValueType = ...,
         client_run: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "live_check_time", b"live_check_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "chain_length", b"chain_length", "changed_fraction", b"changed_fraction", "client_run", b"client_run", "commit_time", b"commit_time", "content_digest", b"content_digest", "durability", b"durability", "epoch", b"epoch", "kind", b"kind", "layout_check", b"layout_check", "layout_digest", b"layout_digest", "live_check", b"live_check", "live_check_time", b"live_check_time", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "model", b"model", "pinned", b"pinned", "rejected_reason", b"rejected_reason", "residency", b"residency", "serving", b"serving", "shard_count", b"shard_count", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "trainer_verified", b"trainer_verified", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "chain_length", b"chain_length", "changed_fraction", b"changed_fraction", "client_run", b"client_run", "commit_time", b"commit_time", "content_digest", b"content_digest", "durability", b"durability", "epoch", b"epoch", "kind", b"kind", "layout_check", b"layout_check", "layout_digest", b"layout_digest", "live_check", b"live_check", "live_check_time", b"live_check_time", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "model", b"model", "pinned", b"pinned", "rejected_reason", b"rejected_reason", "residency", b"residency", "serving", b"serving", "shard_count", b"shard_count", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "traceparent", b"traceparent", "trainer_verified", b"trainer_verified", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

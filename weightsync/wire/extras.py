@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from weightsync.errors import Reason, WeightSyncError
 
 _SERVER, _OBJECTS = "'weightsync[server]'", "'weightsync[objects]'"
+_OTEL = "'weightsync[otel]'"
 #: By the name that is imported; others are installed by that name.
 _INSTALLS = {
     "blake3": _OBJECTS,
     "obstore": _OBJECTS,
+    "opentelemetry": _OTEL,
     "grpc_health": _SERVER,
     "grpc_reflection": _SERVER,
     "prometheus_client": _SERVER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,20 @@ _OPTIONS: _Options = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+
+
+def current_span() -> str:
+    """Return what names the caller's span, as W3C Trace Context writes it; "": there is none.
+
+    OpenTelemetry is asked only where the program has imported it.
+    """
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ""
+    found = trace.get_current_span().get_span_context()
+    if not found.is_valid:
+        return ""
+    return f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"
 
 
 @dataclass(frozen=True)
@@ -81,9 +96,10 @@ class Link:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call, with the token of this moment."""
-        token = self.access.bearer()
-        return (("authorization", f"Bearer {token}"),) if token else ()
+        """Metadata of every call, with the token and the span of this moment."""
+        token, span = self.access.bearer(), current_span()
+        found = (("authorization", f"Bearer {token}"), ("traceparent", span))
+        return tuple(each for each, there in zip(found, (token, span), strict=True) if there)
 
     def channel(self, address: str = "") -> grpc.Channel:
         """Open a channel with a connection of its own, to this server or one of its data ports."""

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.log_lines import note, trace_id
 from weightsync_server.auth.caller import Caller, RejectedCall, denied
 from weightsync_server.auth.principals import EVERYBODY, AuthorityFile, Principal
 from weightsync_server.auth.roles import RULES, Endpoint, Role
+from weightsync_server.ops import traces
 
 _SCHEME = "Bearer "
 #: The same sentence for every failure: it tells nothing about tokens that exist.
@@ -91,7 +91,7 @@ class Admission:
 
     def admit(self, proofs: Proofs, method: str, left_s: float | None = None) -> Caller:
         """Return the caller of a method, an exact path, if it may call it."""
-        note(trace_id=_trace(proofs))
+        traces.take_over(_traceparent(proofs))
         principal = self.permit(proofs, (method,), method)
         deadline = None if left_s is None else clock.monotonic() + left_s
         return Caller(principal, method, RULES[method], proofs.peer, self._role, deadline)
@@ -139,10 +139,9 @@ class Admission:
         return principals.by_token(headers[0].removeprefix(_SCHEME))
 
 
-def _trace(proofs: Proofs) -> str:
-    """Return the id of the caller's trace, for the log; "": it has none."""
-    traces = (value for key, value in proofs.headers if key == "traceparent")
-    return trace_id(str(next(traces, "")))
+def _traceparent(proofs: Proofs) -> str:
+    """Return what names the caller's trace; "": it has none."""
+    return str(next((value for key, value in proofs.headers if key == "traceparent"), ""))
 
 
 def _is_forwarded(proofs: Proofs) -> bool:

@@ -73,6 +73,7 @@ class VersionRecord:
         layout_check: Whether the engine was asked if it takes such tensors.
         live_check: Whether every engine that serves it had its live parameters compared.
         live_check_ns: When they were, Unix time in nanoseconds; 0: they are to be.
+        traceparent: The span of its push, as W3C Trace Context names it; "": it was not traced.
     """
 
     model: str
@@ -104,6 +105,7 @@ class VersionRecord:
     layout_check: pb.LayoutCheck.ValueType = pb.LAYOUT_CHECK_UNCHECKED
     live_check: pb.LiveCheck.ValueType = pb.LIVE_CHECK_UNSPECIFIED
     live_check_ns: int = 0
+    traceparent: str = ""
 
     @classmethod
     def committed(cls, commit: CommitRecord) -> VersionRecord:
@@ -116,6 +118,7 @@ class VersionRecord:
             commit=commit,
             client_run=commit.client_run,
             epoch_taken=commit.epoch_taken,
+            traceparent=commit.traceparent,
         )
 
     @property
@@ -181,6 +184,7 @@ class VersionRecord:
             idempotency_key=self.key,
             client_run=self.client_run,
             epoch_taken=self.epoch_taken,
+            traceparent=self.traceparent,
             **(asdict(delta) if delta is not None else {}),
         )
 
@@ -194,6 +198,9 @@ class VersionRecord:
 
     def name_run(self, client_run: str, *, epoch_taken: bool) -> None:
         self.client_run, self.epoch_taken = client_run, epoch_taken
+
+    def name_trace(self, traceparent: str) -> None:
+        self.traceparent = traceparent
 
     def wait_for(self, missing: Callable[[], list[str]]) -> None:
         self.missing = missing
@@ -329,6 +336,7 @@ class VersionRecord:
             pinned=self.pinned,
             layout_check=self.layout_check,
             client_run=self.client_run,
+            traceparent=self.traceparent,
         )
         if self.serving == pb.SERVING_LIVE:
             info.live_check = self.live_check

@@ -18,7 +18,7 @@ from weightsync.log_lines import event, note
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import idempotency, replies
-from weightsync_server.engine.apply_history import SERVER, note_reply
+from weightsync_server.engine.apply_history import SERVER, concern, note_reply
 from weightsync_server.engine.engine_parts import EngineContext
 from weightsync_server.engine.engine_set import EngineSet
 from weightsync_server.engine.host_apply import (
@@ -226,6 +226,7 @@ class Applier:
             record = self._choose(request, group.members)
             entry.version = record.version
             note(version=record.version)
+            concern(record)
             logger.debug("apply of version %d begins", record.version, extra=event("apply.begun"))
             going = [one for one in group.members if one.live.record.version != record.version]
             reports = {
@@ -284,6 +285,7 @@ class Applier:
             record, left = self._way_back(group.members, undone)
             entry.version = record.version
             note(version=record.version)
+            concern(record)
             going = [one for one in group.members if one.live.record.version != record.version]
             reports = {
                 one.name: replies.nothing_done(one.live, spec)

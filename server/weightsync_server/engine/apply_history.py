@@ -15,9 +15,10 @@ from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import replies
 from weightsync_server.engine.refusals import duration
-from weightsync_server.ops import durable_files
+from weightsync_server.ops import durable_files, traces
 from weightsync_server.ops.tasks import in_thread, start_task
 
 logger = logging.getLogger(__name__)
@@ -48,11 +49,12 @@ class ApplyHistory:
 
     They are kept in a file from `open` on, one JSON object a line, written after the apply and
     beside everything else: a disk that is full or slow fails and delays no apply. What it refused
-    is written with the next record. Used on the event loop only.
+    is written with the next record. Used on the event loop only. `spans` makes a span of each apply
+    that is `recorded`; None: nobody traces them.
     """
 
-    def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = DEFAULT_LIMIT, spans: traces.SpanMaker | None = None) -> None:
+        self._limit, self._spans = limit, spans
         self._path: Path | None = None
         self._records: dict[int, pb.ApplyRecord] = {}
         self._unwritten: list[pb.ApplyRecord] = []
@@ -85,16 +87,24 @@ class ApplyHistory:
     def newest_first(self) -> Iterator[pb.ApplyRecord]:
         return reversed(self._records.values())
 
+    def begin_work(self, kind: pb.ApplyKind.ValueType) -> traces.Work | None:
+        """Return what is traced of an apply that begins now; None: nobody traces it."""
+        if self._spans is None:
+            return None
+        return traces.Work(self._spans, _kind(kind), traces.caller())
+
     @contextlib.contextmanager
-    def recorded(self, entry: pb.ApplyRecord) -> Iterator[None]:
+    def recorded(self, entry: pb.ApplyRecord, work: traces.Work | None = None) -> Iterator[None]:
         """Remember an apply at the end of the block, which fills in what it did.
 
-        What the block raises is how the apply ended.
+        What the block raises is how the apply ended. `work` is what was traced of it before.
         """
         entry.time.FromNanoseconds(clock.wall_ns())
         began = time.perf_counter()
+        work = work or self.begin_work(entry.kind)
         try:
-            yield
+            with traces.within(work):
+                yield
         except WeightSyncError as error:
             note_failure(entry, error)
             raise
@@ -105,6 +115,9 @@ class ApplyHistory:
         finally:
             entry.took.CopyFrom(duration(time.perf_counter() - began))
             self.add(entry)
+            # A controller may ask for what is live again and again.
+            if work is not None and entry.result != pb.APPLY_RESULT_ALREADY_LIVE:
+                work.end(_traced_facts(entry), entry.reason)
 
     def add(self, entry: pb.ApplyRecord) -> None:
         """Remember a copy of the record of an apply that has ended."""
@@ -148,6 +161,12 @@ class ApplyHistory:
                 self._refused = True
                 return
             self._lines, self._refused = lines + len(records), False
+
+
+def concern(record: VersionRecord) -> None:
+    """Have the apply of this task be in the trace of a version, if it is traced."""
+    if (work := traces.current()) is not None:
+        work.concern(record.traceparent)
 
 
 def note_failure(entry: pb.ApplyRecord, error: WeightSyncError) -> None:
@@ -219,6 +238,27 @@ def _bounded(entry: pb.ApplyRecord) -> pb.ApplyRecord:
     if kept.ByteSize() > _MAX_RECORD:
         del kept.engines[:]
     return kept
+
+
+def _kind(kind: pb.ApplyKind.ValueType) -> str:
+    return pb.ApplyKind.Name(kind).removeprefix("APPLY_KIND_").lower()
+
+
+def _traced_facts(entry: pb.ApplyRecord) -> dict[str, str | int | None]:
+    """Return what the span of an apply says beside its phases."""
+    strategy = pb.ApplyStrategy.Name(entry.strategy).removeprefix("APPLY_STRATEGY_").lower()
+    return {
+        "version": entry.version,
+        "previous_version": entry.previous_version or None,
+        "apply_id": entry.apply_id,
+        "fleet_apply": entry.fleet_apply or None,
+        "result": pb.ApplyResult.Name(entry.result).removeprefix("APPLY_RESULT_").lower(),
+        "error_reason": entry.error_reason,
+        "requested_by": entry.requested_by,
+        "engine": entry.engine,
+        "strategy": strategy if entry.strategy else "",
+        "written_bytes": entry.written_bytes or None,
+    }
 
 
 def _repeats(entry: pb.ApplyRecord, last: pb.ApplyRecord) -> bool:

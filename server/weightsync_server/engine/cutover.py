@@ -28,6 +28,7 @@ from weightsync_server.engine.outcome import ApplyCause, CutoverPlan, CutoverRes
 from weightsync_server.engine.refusals import OUT_OF_REACH
 from weightsync_server.engine.session import EngineSession
 from weightsync_server.engine.worker_reports import RankCommit
+from weightsync_server.ops import traces
 from weightsync_server.ops.metrics import EngineMetrics
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,20 @@ def _failures(replies: list[RankCommit], digest: str) -> list[str]:
         for reply in replies
         if reply.error or reply.content_digest != digest
     ]
+
+
+def _trace_ranks(commit: traces.TracedPhase | None, ranks: list[RankCommit]) -> None:
+    """Tell apart what each rank took to write and to prove, which is one call."""
+    if commit is None or (work := traces.current()) is None:
+        return
+    longest_ns = round(max((rank.verify_s for rank in ranks), default=0.0) * 1e9)
+    written_ns = max(commit.began_ns, commit.ended_ns - longest_ns)
+    verify = traces.TracedPhase("apply.verify", written_ns, commit.ended_ns, dict(commit.facts))
+    commit.ended_ns = written_ns
+    for rank in ranks:
+        commit.add_rank(rank.rank, rank.commit_s, rank.error)
+        verify.add_rank(rank.rank, rank.verify_s)
+    work.add(verify)
 
 
 def _restored(
@@ -125,7 +140,8 @@ class Cutover:
         with _cut_short():
             self._open.enter_context(self._bounded(plan, longest))
             paused = self._session.paused(plan.spec, open_apply)
-            pause = await self._open.enter_async_context(paused)
+            with traces.phase("apply.pause", engine=self._journal.engine):
+                pause = await self._open.enter_async_context(paused)
         self._began = pause.began
         self._result.pause_mode, self._result.pause_s = pause.mode, pause.seconds
 
@@ -188,7 +204,8 @@ class Cutover:
         Every rank must be proved to hold `current`.
         """
         try:
-            await self._session.resume(current)
+            with traces.phase("apply.resume", **self._facts(current.record)):
+                await self._session.resume(current)
         except WeightSyncError as error:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
@@ -231,7 +248,12 @@ class Cutover:
         self._session.context.serving_time.permitted_s(record)
         try:
             # For the commit and, where it fails, for the way back.
-            return await ranks.switch(order, 2 * self._timeout_s)
+            with traces.phase("apply.switch", **self._facts(record)) as phase:
+                switched = await ranks.switch(order, 2 * self._timeout_s)
+                if phase is not None:
+                    for rank in switched[0]:
+                        phase.add_rank(rank.rank, rank.switch_s, rank.error)
+            return switched
         except WeightSyncError as error:
             if ranks.hung or error.reason in {*OUT_OF_REACH, Reason.FAULT}:
                 # Nobody knows what the ranks hold until they are asked.
@@ -270,9 +292,11 @@ class Cutover:
 
     async def _commit(self, target: PreparedVersion, result: CutoverResult) -> list[str]:
         try:
-            result.ranks = await self._session.ranks.commit(
-                target.apply_id, target.record.version, self._timeout_s
-            )
+            with traces.phase("apply.commit", **self._facts(target.record)) as phase:
+                result.ranks = await self._session.ranks.commit(
+                    target.apply_id, target.record.version, self._timeout_s
+                )
+            _trace_ranks(phase, result.ranks)
         except WeightSyncError as error:
             if self._session.ranks.hung or error.reason in OUT_OF_REACH:
                 # Nobody knows what the ranks hold until that call returns.
@@ -288,6 +312,10 @@ class Cutover:
             return [error.message]
         self._count(target, result)
         return _failures(result.ranks, target.digest)
+
+    def _facts(self, record: VersionRecord) -> dict[str, str | int]:
+        """Return what spans of its phases say."""
+        return {"engine": self._journal.engine, "version": record.version}
 
     def _count(self, target: PreparedVersion, result: CutoverResult) -> None:
         self._shown.set_served(

@@ -18,6 +18,7 @@ from weightsync_server.engine.refusals import OUT_OF_REACH, ContentRefusedError,
 from weightsync_server.engine.session import EngineSession
 from weightsync_server.engine.supervisor import EngineSupervisor
 from weightsync_server.engine.version_loads import LoadFailedError
+from weightsync_server.ops import traces
 from weightsync_server.ops.os_errors import translate_os_errors
 
 
@@ -78,20 +79,25 @@ class EngineApplier:
             await failpoints.reach("apply.begin")
         seconds = timeout_s or self._context.limits.prepare_timeout_s
         stager = self._model.stager
-        lease = await stager.stage(record.version, seconds, durable=durable)
+        with traces.phase("apply.stage", engine=self.name):
+            lease = await stager.stage(record.version, seconds, durable=durable)
         try:
             # Each shard is digested after every rank has read it: so what they read is proved.
             async with stager.digesting(lease) as digests:
                 try:
-                    target = await session.prepare(
-                        lease,
-                        compare_live=False,
-                        timeout_s=seconds,
-                        patch=to_write,
-                        prefetched=self.supervisor.prefetcher.name_of(lease.record),
-                        apply_id=apply_id or self.supervisor.apply_id,
-                        digests=digests,
-                    )
+                    with traces.phase("apply.prepare", engine=self.name) as phase:
+                        target = await session.prepare(
+                            lease,
+                            compare_live=False,
+                            timeout_s=seconds,
+                            patch=to_write,
+                            prefetched=self.supervisor.prefetcher.name_of(lease.record),
+                            apply_id=apply_id or self.supervisor.apply_id,
+                            digests=digests,
+                        )
+                        if phase is not None:
+                            for report in target.reports:
+                                phase.add_rank(report.rank, report.seconds)
                 except WeightSyncError as error:
                     raise await self._refused(lease.record, error) from None
                 try:

@@ -72,6 +72,7 @@ from weightsync_server.fleet.plan_checks import (
     previous_of,
     rollback_target,
 )
+from weightsync_server.ops import traces
 from weightsync_server.ops.tasks import cancel_tasks
 
 logger = logging.getLogger(__name__)
@@ -358,6 +359,7 @@ class Coordinator:
             previous=previous_of(history, present, order),
             waves=waves,
             decisions=len(waves) + (order is ApplyOrder.ROLLING),
+            traceparent=work.traceparent if (work := traces.current()) is not None else "",
         )
         lease, ttl_s = coordinator_key(plan.nonce), self._limits.member_ttl_s
         membership = await self._coordination.member(lease, self._name.encode(), ttl_s)

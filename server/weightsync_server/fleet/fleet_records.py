@@ -37,6 +37,7 @@ from typing import Any, overload
 from weightsync import __version__, clock, failpoints
 from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.log_lines import traceparent
 from weightsync_server.coordination.coordination import (
     MAX_VALUE_BYTES,
     CoordinationStore,
@@ -110,6 +111,8 @@ def encode_plan(plan: DecisionPlan, parts: int) -> bytes:
     if plan.reason:
         # For people: a release that does not know it misses nothing else.
         chosen["reason"] = _cut(plan.reason)
+    if plan.traceparent:
+        chosen["traceparent"] = plan.traceparent
     return _encode(
         **chosen,
         number=plan.number,
@@ -147,6 +150,7 @@ def decode_plan(data: bytes, roster: Mapping[str, bytes] | None = None) -> Decis
             pause=_pause(*record["pause"]) if "pause" in record else None,
             reason=str(record.get("reason", "")),
             clears=bool(record.get("clears", False)),
+            traceparent=traceparent(str(record.get("traceparent", ""))),
         )
 
 

@@ -19,7 +19,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.decide import ApplyOrder, DecisionPlan, FleetVersion, Verdict
 from weightsync_server.engine import EngineContext, EngineSet, EngineSupervisor
-from weightsync_server.engine.apply_history import note_reports
+from weightsync_server.engine.apply_history import concern, note_reports
 from weightsync_server.engine.host_apply import (
     EnginePlan,
     JournalLedger,
@@ -34,6 +34,7 @@ from weightsync_server.engine.outcome import ApplyCause, reject
 from weightsync_server.fleet_host.host_pause import HostPause, ServingGate, TakenHost
 from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.tasks import all_done
+from weightsync_server.ops.traces import Work
 from weightsync_server.residency.slot import SlotLease
 
 
@@ -168,11 +169,23 @@ class MemberApplies:
         self._history, self._who = context.history, f"fleet {context.fleet}"
         self._newest_plan = newest_plan
 
+    def begin_work(self, target: FleetVersion) -> Work | None:
+        """Return what is traced of an apply that begins, below that of its fleet; None: nothing."""
+        work = self._history.begin_work(pb.APPLY_KIND_MEMBER)
+        if work is not None and (plan := self._newest_plan(target)) is not None:
+            work.concern(plan.traceparent)
+        return work
+
     @contextlib.contextmanager
-    def recorded(self, target: FleetVersion, live: FleetVersion | None) -> Iterator[pb.ApplyRecord]:
-        """Record that the block makes a version live; after an error this host serves nothing."""
+    def recorded(
+        self, target: FleetVersion, live: FleetVersion | None, work: Work | None
+    ) -> Iterator[pb.ApplyRecord]:
+        """Record that the block makes a version live; after an error this host serves nothing.
+
+        `work` is what was traced of it before.
+        """
         entry = self._entry(target, live)
-        with self._history.recorded(entry):
+        with self._history.recorded(entry, work or self.begin_work(target)):
             try:
                 yield entry
             except WeightSyncError:
@@ -181,12 +194,16 @@ class MemberApplies:
             entry.result, entry.content_digest = pb.APPLY_RESULT_APPLIED, target.digest
 
     def add_failed(
-        self, target: FleetVersion, live: FleetVersion | None, error: WeightSyncError
+        self,
+        target: FleetVersion,
+        live: FleetVersion | None,
+        error: WeightSyncError,
+        work: Work | None,
     ) -> None:
         """Record that a version did not become live, and this host serves what it served."""
         with (
             contextlib.suppress(WeightSyncError),
-            self._history.recorded(self._entry(target, live)),
+            self._history.recorded(self._entry(target, live), work),
         ):
             raise error
 
@@ -317,9 +334,12 @@ class LocalHost:
                 pause or PauseSpec(),
                 len(self._model.slots.slots),
             )
+            cutover.work = self._applies.begin_work(target)
             try:
                 await cutover.prepare()
-            except BaseException:
+            except BaseException as error:
+                if cutover.work is not None:
+                    cutover.work.end({"version": record.version}, str(error) or "it was cancelled")
                 await cutover.close()
                 self._gate.open()
                 raise
@@ -339,14 +359,15 @@ class LocalHost:
                 self._cutover = None
                 await cutover.close()
                 self._gate.open()
-                self._applies.add_failed(_named(cutover.record), self.live(), error)
+                self._applies.add_failed(_named(cutover.record), self.live(), error, cutover.work)
                 raise
 
     async def commit(self, target: FleetVersion) -> None:
         async with self._turn:
             cutover = self._cutover
+            work = cutover.work if cutover is not None else None
             try:
-                with self._applies.recorded(target, self.live()) as entry:
+                with self._applies.recorded(target, self.live(), work) as entry:
                     if cutover is not None and cutover.record.content_digest == target.digest:
                         await cutover.commit()
                         self._cutover = None
@@ -373,7 +394,7 @@ class LocalHost:
                     self._gate.open()
                     if isinstance(cutover, HostCutover):
                         self._applies.add_failed(
-                            _named(cutover.record), self.live(), _decided_against()
+                            _named(cutover.record), self.live(), _decided_against(), cutover.work
                         )
                 else:
                     await self._let_go()
@@ -424,6 +445,7 @@ class LocalHost:
                 f"version {version} is not committed yet, and a fleet applies only durable "
                 "versions; wait for its push to end",
             )
+        concern(record)
         return FleetVersion(record.version, record.content_digest)
 
     async def _pause_of_live(self) -> HostPause | None:

@@ -14,6 +14,7 @@ from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine.engine_set import EngineSet
 from weightsync_server.engine.host_apply import LocalEngine, TakenEngines, take_engines
 from weightsync_server.ops.tasks import cancel_tasks, start_task
+from weightsync_server.ops.traces import Work, within
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,15 @@ class TakenHost:
 
     `record` is what the engines hold in the end. The `gate` is shut as soon as they are taken; the
     caller that ends this opens it. `prepare_s` is the longest wait for an engine that cannot be
-    asked yet. `stands_still` says whether generation may have stopped for it.
+    asked yet. `stands_still` says whether generation may have stopped for it, and `work` what is
+    traced of its steps; None: nothing is.
     """
 
     def __init__(
         self, record: VersionRecord, engines: EngineSet, gate: ServingGate, prepare_s: float
     ) -> None:
         self.record, self.stands_still = record, False
+        self.work: Work | None = None
         self._engines, self._gate, self._prepare_s = engines, gate, prepare_s
         self._taken = contextlib.AsyncExitStack()
         self._task: asyncio.Task[None] | None = None
@@ -70,6 +73,8 @@ class TakenHost:
 
         A caller that is cancelled does not wait for that.
         """
+        if self.work is not None:
+            self.work.end({"version": self.record.version}, "it was called off")
         closing = start_task(self._close())
         try:
             await asyncio.shield(closing)
@@ -96,7 +101,8 @@ class TakenHost:
     async def _carry_out(self, step: Callable[[], Awaitable[None]]) -> None:
         """Wait for a step, and before it for that of a caller that was cancelled."""
         await self._ended()
-        self._task = asyncio.create_task(self._carried_out(step))
+        with within(self.work):
+            self._task = asyncio.create_task(self._carried_out(step))
         await self._ended()
 
     async def _carried_out(self, step: Callable[[], Awaitable[None]]) -> None:

@@ -21,6 +21,7 @@ from weightsync_server.auth.listeners import Listeners
 from weightsync_server.auth.principals import EVERYBODY
 from weightsync_server.ingest.connection import Notices
 from weightsync_server.ingest.relay import Relay, take
+from weightsync_server.ops import traces
 from weightsync_server.ops.process_tuning import tune_process
 from weightsync_server.rpc.status_interceptor import GuardInterceptor
 from weightsync_server.usecases.guard import CallGuard, RpcMetrics
@@ -129,6 +130,7 @@ def _call(caller: Caller) -> dict[str, Any]:
         "models": sorted(principal.models),
         "peer": caller.peer,
         "left_s": caller.left_s(),
+        "traceparent": traces.caller(),
     }
 
 

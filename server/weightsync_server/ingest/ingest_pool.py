@@ -29,6 +29,7 @@ from weightsync_server.auth.caller import RejectedCall, UseCase
 from weightsync_server.auth.principals import EVERYBODY, Principal
 from weightsync_server.auth.roles import ListenerSettings
 from weightsync_server.ingest.connection import Connection
+from weightsync_server.ops import traces
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.push import is_here
 from weightsync_server.workers.runtime.child_process import ChildGoneError, ChildProcess, Program
@@ -145,6 +146,7 @@ class StreamListener:
 
     async def _call(self, connection: Connection, call: dict[str, Any]) -> None:
         caller = _admitted(call)
+        traces.take_over(call["traceparent"])
         try:
             with noting(self._audit, caller):
                 try:

@@ -227,6 +227,9 @@ class Metrics:
         self._ingest_restarts = self.counter(
             "weightsync_ingest_restarts_total", "Ingest processes started again."
         )
+        self._dropped_spans = self.counter(
+            "weightsync_dropped_spans_total", "Spans of traces that no collector took."
+        )
         self._violations = Counter(
             "weightsync_invariant_violations_total",
             "Violations of an invariant; page on any.",
@@ -313,6 +316,10 @@ class Metrics:
 
     def count_ingest_restart(self) -> None:
         self._ingest_restarts.inc()
+
+    def count_dropped_spans(self, spans: int) -> None:
+        """Count them; also called from the thread that sends spans."""
+        self._dropped_spans.inc(spans)
 
     def violate(self, invariant: str) -> None:
         """Count a violation of one of `INVARIANTS`; the log outlives this process."""

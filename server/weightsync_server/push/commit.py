@@ -15,6 +15,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.epochs import ClientRuns
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.deltas import PushedDelta
+from weightsync_server.ops import traces
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.ops.tasks import is_running
 from weightsync_server.push.progress import missing
@@ -105,7 +106,8 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     """
     version = push.state.record.version
     try:
-        response = await _commit(push, content_digest)
+        with traces.within(push.state.work), traces.phase("push.commit"):
+            response = await _commit(push, content_digest)
     except WeightSyncError as error:
         push.lifecycle.tasks.committing = None
         if error.reason is not Reason.FETCHER_FAILED:

@@ -13,7 +13,7 @@ from weightsync.log_lines import event
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.metrics import Meters
 from weightsync_server.ops.tasks import TaskSet, is_running
-from weightsync_server.push.progress import progress
+from weightsync_server.push.progress import progress, traced_facts
 from weightsync_server.push.state import Phase
 from weightsync_server.residency.orphans import OrphanReaper
 from weightsync_server.store.store_records import ShardCheckpoint
@@ -289,6 +289,10 @@ class PushLifecycle:
     def _end(self) -> None:
         """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
         state = self._state
+        if state.work is not None:
+            error = state.error.message if state.error is not None else ""
+            state.work.end(traced_facts(state), error)
+            state.work = None
         self.tasks = TaskSet(closing=self.tasks.closing)
         state.final = progress(state)
         self._reservation.disk.close()

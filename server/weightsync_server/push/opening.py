@@ -111,7 +111,15 @@ async def _record(push: Push) -> None:
     # Of some tensors the store keeps a delta alone, which is not what the writers send.
     resumable = not state.request.partial
     delta = state.delta is not None and resumable
-    opened = PushRecord(state.id, record.model, record.version, record.epoch, request, delta)
+    opened = PushRecord(
+        state.id,
+        record.model,
+        record.version,
+        record.epoch,
+        request,
+        delta,
+        traceparent=record.traceparent,
+    )
     try:
         await model.store.record_push(opened)
     except WeightSyncError as error:

@@ -17,6 +17,7 @@ from weightsync.log_lines import about
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
 from weightsync.shm.segments import Segment
+from weightsync_server.ops import traces
 from weightsync_server.ops.metrics import Meters
 from weightsync_server.ops.os_errors import to_refusal, translate_os_errors
 from weightsync_server.ops.tasks import is_running, start_task
@@ -162,7 +163,11 @@ class ShardPipeline:
     def observe_receive(self) -> None:
         if self._last_byte_at:
             # Where a restart has left nothing to send, nothing was received.
-            self._meters.observe_phase("receive", self._last_byte_at - self._first_byte_at)
+            seconds = self._last_byte_at - self._first_byte_at
+            self._meters.observe_phase("receive", seconds)
+            if (work := self._state.work) is not None:
+                ago_s = asyncio.get_running_loop().time() - self._last_byte_at
+                work.add(traces.ended("push.receive", seconds, ago_s))
 
     def restart(self) -> None:
         """Take note that the push was suspended: from now on its bytes come again."""

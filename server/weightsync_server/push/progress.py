@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.model.manifest import Layout
 from weightsync.shm.incoming_version import IpcAddresses
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.auth.caller import for_people
 from weightsync_server.ops.tasks import is_running
 from weightsync_server.residency.incoming import IncomingReader
 from weightsync_server.store.store_records import ShardCheckpoint
@@ -81,6 +82,22 @@ def status(state: PushState) -> pb.PushStatus:
         layout_check=state.record.layout_check,
         **_writers(state),
     )
+
+
+def traced_facts(state: PushState) -> dict[str, str | int | None]:
+    """Return what the span of a push says beside its phases."""
+    response, error = state.committed, state.error
+    repeated = response is not None and response.already
+    outcome = "failed" if response is None else "already" if repeated else "committed"
+    return {
+        "version": state.record.version,
+        "push_id": state.id,
+        "outcome": outcome,
+        "error_reason": error.reason.value if error is not None else None,
+        "kind": "delta" if state.request.kind == pb.PUSH_KIND_DELTA else "full",
+        "size_bytes": response.size_bytes if response is not None else None,
+        "requested_by": for_people(state.caller),
+    }
 
 
 def _writers(state: PushState) -> dict[str, Any]:

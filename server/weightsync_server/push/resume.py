@@ -81,6 +81,7 @@ class RecoveredPushes:
         record = VersionRecord(
             self._table.name, written.version, written.epoch, dict(request.metadata)
         )
+        record.name_trace(written.traceparent)
         base = base_of(self._model, request)
         push = self._factory.make(record, request, push_id=written.push_id, base=base)
         push.lifecycle.recover({shard.index: shard for shard in survivor.shards})

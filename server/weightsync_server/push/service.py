@@ -12,6 +12,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import about
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.ops import traces
 from weightsync_server.ops.metrics import Meters
 from weightsync_server.ops.tasks import start_task
 from weightsync_server.push.commit import check_complete, commit, meet
@@ -35,11 +36,22 @@ if TYPE_CHECKING:
 
 
 class PushService:
-    """The pushes of one model. A push that is not committed leaves nothing behind."""
+    """The pushes of one model. A push that is not committed leaves nothing behind.
 
-    def __init__(self, model: Model, *, limits: PushSettings, meters: Meters) -> None:
+    `spans` makes a span of each; None: nobody traces them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        limits: PushSettings,
+        meters: Meters,
+        spans: traces.SpanMaker | None = None,
+    ) -> None:
         self.limits = limits
         self.meters = meters
+        self._spans = spans
         self._model = model
         self._factory = PushFactory(model, limits, meters, self._end)
         self._recovered = RecoveredPushes(model, self._factory)
@@ -177,6 +189,7 @@ class PushService:
                 "no push with this id: it ended long ago, or the server restarted and its store "
                 "keeps none; see in ListVersions whether it is committed, else begin it again",
             )
+        self._trace(push)
         return push
 
     async def open(
@@ -296,6 +309,7 @@ class PushService:
                 raise _unsettled(push.state.record.version, _IN_PLACE, "committed")
             await self._refuse_other(push, request)
             push.state.writers.come(request.writer)
+            self._trace(push)
             await resume(push, deadline_s)
         return push
 
@@ -349,10 +363,22 @@ class PushService:
             self.meters.count_fallback(request.fallback_reason)
             self._model.fetch.warm()
         self._open[push.state.id] = push
+        self._trace(push)
         if existing is None:
             record.wait_for(partial(missing, push.state))
             table.add(record)
         return push
+
+    def _trace(self, push: Push) -> None:
+        """Have a push be traced from now on, and the call that has asked for it in its trace."""
+        if self._spans is None or push.lifecycle.ended:
+            return
+        state = push.state
+        if state.work is None:
+            state.work = traces.Work(self._spans, "push", traces.caller())
+            # What an earlier life of the server had traced of it goes on.
+            state.record.name_trace(state.work.concern(state.record.traceparent))
+        state.work.join()
 
     def _in_place(self, version: int, who: str, key: str) -> VersionRecord | None:
         """Return what a trainer has written into an engine's memory, if it is this one's push."""

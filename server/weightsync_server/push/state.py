@@ -10,6 +10,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.commits import KnownLayout
 from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.ops.traces import Work
 from weightsync_server.store.store_records import ShardCheckpoint
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class PushState:
         suspended: What was made durable of it, by shard; None: it is not suspended.
         failed_at: By the event loop's clock.
         final: How far every shard came, once it has ended.
+        work: What is traced of it; None: nothing is, or it has ended.
     """
 
     id: str
@@ -78,6 +80,7 @@ class PushState:
     error: WeightSyncError | None = None
     failed_at: float = 0.0
     final: list[pb.ShardProgress] | None = None
+    work: Work | None = None
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from weightsync.log_lines import event
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import FIRST_LOCAL, VersionRecord
 from weightsync_server.catalog.version_events import VersionDamaged
+from weightsync_server.ops import traces
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.ops.tasks import cancel_tasks
 from weightsync_server.replicate.fetch_plan import (
@@ -363,6 +364,8 @@ class Follower:
         await self._model.epochs.follow(version.epoch)
         if await self._is_adopted(version.version):
             return
+        # What comes here is a part of the way of that version.
+        traces.take_over(version.traceparent)
         try:
             push = await self._pushes.open(request, None, backfill=backfill)
             if push.state.committed is None:

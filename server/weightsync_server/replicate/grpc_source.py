@@ -232,4 +232,5 @@ def _record(info: pb.VersionInfo, committed: dict[int, pb.VersionInfo]) -> Commi
         base_content_digest=base.content_digest if base is not None else "",
         delta_bytes=info.stored_bytes if base is not None else 0,
         changed_fraction=info.changed_fraction,
+        traceparent=info.traceparent,
     )

@@ -54,6 +54,7 @@ class CommitRecord(_Record):
         changed_elements: Where it was pushed as a delta: elements that the delta told.
         client_run: The run of the client that pushed it; empty: not known.
         epoch_taken: That run took the epoch.
+        traceparent: The span of the push that brought it; empty: it was not traced.
     """
 
     model: str
@@ -78,6 +79,7 @@ class CommitRecord(_Record):
     changed_fraction: float = 0.0
     client_run: str = ""
     epoch_taken: bool = False
+    traceparent: str = ""
 
     @property
     def stored_bytes(self) -> int:
@@ -98,7 +100,8 @@ class PushRecord(_Record):
     """What must be known of an open push after a crash.
 
     `request` is the serialized call that opened it, hexadecimal. `delta` tells that its shards are
-    those of a delta. `server` has the push; empty: an earlier release.
+    those of a delta. `server` has the push; empty: an earlier release. `traceparent` is the span of
+    the push; empty: it is not traced.
     """
 
     push_id: str
@@ -108,6 +111,7 @@ class PushRecord(_Record):
     request: str
     delta: bool = False
     server: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from weightsync.errors import WeightSyncError
 from weightsync.wire.rpc_status import as_sent
+from weightsync_server.auth.roles import RULES
+from weightsync_server.ops import traces
 from weightsync_server.ops.os_errors import system_fault, to_refusal
 from weightsync_server.ops.tasks import DeadlineMonitor
 
@@ -54,6 +56,12 @@ class Method(NamedTuple):
     @property
     def grpc_type(self) -> str:
         return _KINDS[self.sends_stream, self.gets_stream]
+
+    @property
+    def changes(self) -> bool:
+        """Whether such calls may change state."""
+        rule = RULES.get(f"/{self.service}/{self.name}")
+        return rule is not None and rule.changes
 
     @property
     def limit(self) -> str:
@@ -108,7 +116,8 @@ class CallGuard:
     """Counts, limits and bounds calls, by whichever door they come.
 
     What the operating system refused is told as such, and is no fault of the server; `on_fault` is
-    called for each fault. `bounds` gets every call that has a deadline.
+    called for each fault. `bounds` gets every call that has a deadline. `spans` makes a span of
+    each call that may change state; None: they are not traced.
     """
 
     def __init__(
@@ -117,11 +126,13 @@ class CallGuard:
         on_fault: Callable[[], None],
         limits: RateLimits | None = None,
         bounds: DeadlineMonitor | None = None,
+        spans: traces.SpanMaker | None = None,
     ) -> None:
         self._metrics = metrics
         self._on_fault = on_fault
         self._limits = limits
         self._bounds = bounds or DeadlineMonitor()
+        self._spans = spans
 
     def bounded(
         self, method: Method, left_s: float | None
@@ -147,6 +158,8 @@ class CallGuard:
         status gRPC's own context was.
         """
         end = self._metrics.start(method.grpc_type, method.service, method.name)
+        if self._spans is not None and method.changes:
+            end = traces.timed_call(self._spans, method.service, method.name, end)
         try:
             with self.limited(method, who):
                 yield

@@ -35,8 +35,9 @@ def update_makers() -> tuple[MakeUpdates, ...]:
 def inner_middlewares() -> tuple[Middleware, ...]:
     """Return new ones for requests that the readiness gate has let through."""
     from weightsync.vllm.extensions.answers import AnswerVersions
+    from weightsync.vllm.extensions.request_spans import RequestSpans
 
-    return (AnswerVersions(),)
+    return (AnswerVersions(), RequestSpans())
 
 
 def outer_middlewares() -> tuple[Middleware, ...]:

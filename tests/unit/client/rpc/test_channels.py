@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync_client import InvalidError
+from weightsync_client import Access, InvalidError
 from weightsync_client.rpc.channels import Link
 
 
@@ -54,3 +54,15 @@ def test_an_address_that_cannot_be_dialled_is_refused(address: str, remedy: str)
 )
 def test_an_address_that_can_be_dialled_is_taken(address: str) -> None:
     assert Link(address).address == address
+
+
+def test_calls_name_the_span_of_a_program_that_uses_opentelemetry() -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    link = Link("127.0.0.1:50551", Access(token="secret"))
+    authority = ("authorization", "Bearer secret")
+    assert [*link.metadata] == [authority]
+    with sdk.TracerProvider().get_tracer("t").start_as_current_span("s") as span:
+        found = span.get_span_context()
+        named = f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"
+        assert [*link.metadata] == [authority, ("traceparent", named)]
+    assert not Link("unix:/s", Access(token="")).metadata

@@ -167,3 +167,15 @@ def test_a_changed_byte_is_noticed() -> None:
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(WeightSyncError, match="is no name of a member"):
         check_member(name)
+
+
+_SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_a_plan_names_the_span_that_it_is_below() -> None:
+    plan = replace(planned(ApplyOrder.BARRIER, 1, 1), traceparent=_SPAN)
+    assert decode_plan(encode_plan(plan, 1)).traceparent == _SPAN
+    assert b"traceparent" not in encode_plan(replace(plan, traceparent=""), 1)
+    # What others wrote in its place names none.
+    damaged = replace(plan, traceparent="x" * 200)
+    assert decode_plan(encode_plan(damaged, 1)).traceparent == ""
