@@ -203,7 +203,10 @@ def test_bad_names(name: str) -> None:
         ({"follow_ca": "/ca.pem"}, "name the origin with it"),
         ({"fleet": "f"}, "fleet and fleet_register go together"),
         (FLEET | {"fleet_register": "http://a/x"}, "no register can be opened at 'http://a/x'"),
-        (FLEET | {"fleet_register": "etcd://a/x"}, "'a' in 'etcd://a/x/f' is not an address of etcd"),
+        (
+            FLEET | {"fleet_register": "etcd://a/x"},
+            "'a' in 'etcd://a/x/f' is not an address of etcd",
+        ),
         ({"fleet_register": "file:///r"}, "fleet and fleet_register go together"),
         ({"fleet_ca": "/ca.pem"}, "are for --fleet; name one"),
         ({**FLEET, "fleet": "a/b"}, "is not a valid name of a fleet"),

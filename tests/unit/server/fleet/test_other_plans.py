@@ -246,7 +246,7 @@ async def test_who_has_read_less_does_not_abort_what_was_committed(
     await put_back_past_a_commit(fleet, monkeypatch)
     fleet.thaw("b")
     # Its coordinator is gone, and `b` alone would abort it.
-    await until(lambda: "for a has read a newer state" in fleet.members["b"].view.why)
+    await until(lambda: "because a has read a newer state" in fleet.members["b"].view.why)
     await until(lambda: fleet.members["b"].state.mode is HostMode.FENCED)
     assert await fleet.register.get(decision_key(2, 1)) is None
     assert fleet.serving == {"a": 3, "b": 0}
@@ -266,7 +266,7 @@ async def test_who_was_away_hears_of_a_register_that_was_put_back(fleet: Fleet) 
     put_back(fleet, copy)
     # It is there again before the other one has read it.
     fleet.thaw("c")
-    await until(lambda: "for a has read a newer state" in fleet.members["c"].why)
+    await until(lambda: "because a has read a newer state" in fleet.members["c"].why)
     assert not fleet.members["c"]._journal.refusal
 
 

@@ -168,10 +168,10 @@ async def test_nothing_is_planned_in_a_register_that_a_member_refuses(fleet: Fle
     # Nor does one that begins now serve what the fleet has left.
     starting = asyncio.create_task(fleet.start("c"))
     await until(lambda: "c" in fleet.members)
-    await until(lambda: "for a has read a newer state" in fleet.members["c"].view.why)
+    await until(lambda: "because a has read a newer state" in fleet.members["c"].view.why)
     assert fleet.members["c"].view.history is None
     fleet.members["c"]._state = replace(fleet.members["c"]._state, mode=HostMode.FENCED)
-    assert "for a has read a newer state" in fleet.members["c"].why
+    assert "because a has read a newer state" in fleet.members["c"].why
     assert fleet.serving == {"a": 3, "b": 3, "c": 1}
     # The newest state of the register brings all back.
     put_back(fleet, newest)
