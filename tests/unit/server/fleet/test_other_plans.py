@@ -144,7 +144,7 @@ async def test_a_roster_that_is_gone_is_nobody_s_commit_and_counts_when_it_is_ba
     path_of(fleet, key).unlink()
     reader = HistoryReader(fleet.register)
     assert key.rpartition("/")[0] in (await reader.read()).unreadable
-    with pytest.raises(WeightSyncError, match=r"put rosters/.* back as it was") as caught:
+    with pytest.raises(WeightSyncError, match=r"restore rosters/") as caught:
         await fleet.coordinator().drive(1)
     assert caught.value.reason is Reason.DATA_CORRUPT
     path_of(fleet, key).write_bytes(value)
