@@ -120,7 +120,7 @@ def test_status_without_vllm_names_no_version_of_it(run: Run) -> None:
         ),
         (
             "version 1 is rejected (worse); set clear_rejected to apply it anyway",
-            "version 1 is rejected (worse); give --clear-rejected to apply it all the same",
+            "version 1 is rejected (worse); give --clear-rejected to apply it anyway",
         ),
         (
             "version 1 is the one that a rollback uses; delete it with force if it may go",

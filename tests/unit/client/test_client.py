@@ -451,9 +451,9 @@ def test_what_has_a_state_dict_and_is_no_module_is_told_to_give_it(client: Clien
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (b"", "no safetensors file"),
-        (b"\x08\0\0\0\0\0\0\0{}", "no safetensors file"),
-        (b"\xff" * 16, "no safetensors file"),
+        (b"", "not a safetensors file"),
+        (b"\x08\0\0\0\0\0\0\0{}", "not a safetensors file"),
+        (b"\xff" * 16, "not a safetensors file"),
         (b"\x02\0\0\0\0\0\0\0[]", "does not begin with"),
         (b"\x08\0\0\0\0\0\0\0{}      \x00", "fill 0 bytes"),
     ],

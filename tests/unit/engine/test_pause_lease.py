@@ -93,7 +93,7 @@ async def test_an_apply_is_open_until_generation_starts() -> None:
     assert _open(lease) == APPLY
     lease.drop()
     assert _open(lease) == APPLY
-    assert "apply a1 (3 to 4) ran out" in lease.undecided()
+    assert "apply a1 (3 to 4) timed out" in lease.undecided()
     # One of this server alone decides nothing of what others take part in.
     lease.take(60, PauseSpec())
     assert lease.on_expiry is OnExpiry.RESUME

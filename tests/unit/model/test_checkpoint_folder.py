@@ -165,7 +165,7 @@ def test_copies_that_no_index_settles_are_refused_by_both_names(
         (_map(x="sub/a"), '"sub/a.safetensors" for "x"'),
         ('{"weight_map": {"x": ".."}}', '".." for "x"'),
         ('{"weight_map": {"x": "a\\u0000.safetensors"}}', "not a file in its folder"),
-        ('{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}', 'tells "x" twice'),
+        ('{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}', 'lists "x" twice'),
         (_map(x="n" * 5000), "File name too long"),
         (_map(x="\ud800"), "UTF-8"),
     ],
@@ -182,7 +182,7 @@ def test_an_index_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
     _write(tmp_path, _map(x="a"), a={"x": 1})
     assert _chosen(tmp_path) == {"a.safetensors": ["x"]}
     monkeypatch.setattr(module, "MAX_INDEX_BYTES", 50)
-    assert "it has more than 50 bytes; write it anew" in _refusal(tmp_path)
+    assert "it has more than 50 bytes; write it again" in _refusal(tmp_path)
 
 
 def test_links_are_followed_only_where_they_may_be(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_an_index_of_another_name(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     assert (read_index(fd), read_index(fd, other)) == ({}, _map(x="a"))
     (tmp_path / other).write_text("{")
-    with pytest.raises(WeightSyncError, match=r"consolidated.*is no index"):
+    with pytest.raises(WeightSyncError, match=r"consolidated.*is not an index"):
         read_index(fd, other)
     os.close(fd)
 

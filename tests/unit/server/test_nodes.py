@@ -141,7 +141,7 @@ async def test_a_node_that_leaves_ends_what_waits_for_it(group: NodeGroup) -> No
     with pytest.raises(WeightSyncError, match="has no weightsync-server"):
         nodes.check(before)
     _joined(group)
-    with pytest.raises(WeightSyncError, match="is back"):
+    with pytest.raises(WeightSyncError, match="restarted during the apply"):
         nodes.check(before)
     nodes.check(nodes.changes)
 

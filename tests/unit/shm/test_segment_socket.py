@@ -415,7 +415,7 @@ def test_a_live_socket_is_refused(server: SegmentServer, path: Path) -> None:
 
 def test_a_file_that_is_no_socket_is_left_alone(path: Path) -> None:
     path.write_text("precious")
-    with pytest.raises(WeightSyncError, match="is no socket"):
+    with pytest.raises(WeightSyncError, match="is not a socket"):
         SegmentServer(path)
     assert path.read_text() == "precious"
 

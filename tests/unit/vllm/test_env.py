@@ -167,7 +167,9 @@ def test_the_copy_is_offered_that_vllm_reads_last(
         in logged
     )
     index.write_text("{")
-    with pytest.raises(WeightSyncError, match=r"checkpoint cannot be read.*is no index") as refused:
+    with pytest.raises(
+        WeightSyncError, match=r"checkpoint cannot be read.*is not an index"
+    ) as refused:
         offer_files(_config(tmp_path), str(tmp_path / "s.sock"), "o")
     assert refused.value.reason is Reason.ENGINE_REFUSED
     server.close()

@@ -46,6 +46,6 @@ def test_the_proxy_is_named_and_how_to_go_without(
     address: str, environment: dict[str, str], proxy: str, host: str
 ) -> None:
     hint = proxy_hint(address, environment)
-    assert f"the proxy {proxy}"[-len(proxy) :] in hint
-    assert hint.endswith(f"add {host} to no_proxy to connect without the proxy")
+    assert proxy in hint
+    assert f"add {host} to no_proxy to connect without the proxy: " in hint
     assert "secret" not in hint

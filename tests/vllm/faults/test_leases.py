@@ -106,7 +106,7 @@ def test_a_pause_that_fences_answers_503_until_a_server_has_decided(site: Faulty
     order = _Order(site)
     live = _die_in_a_pause(site, "fence", order)
     time.sleep(_LEASE_S + 1)
-    assert f"the pause of apply a1 ({live} to {live + 1}) ran out" in site.refusal()
+    assert f"the pause of apply a1 ({live} to {live + 1}) timed out" in site.refusal()
     made = _generated(site)
     for _ in range(20):
         assert site.ask() == "503"

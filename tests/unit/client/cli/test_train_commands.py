@@ -123,7 +123,7 @@ def test_a_request_that_is_too_large_says_so(run: Run, trainer: TrainAnswers) ->
     code, _, err = run("train", "--request", json.dumps({"text": "x" * 5_000_000}))
     assert (code, err.count("\n")) == (ExitCode.EXHAUSTED, 1)
     assert err.startswith("weightsync: the training does not fit into one message (")
-    assert err.endswith("; send less at once\n")
+    assert err.endswith("; send less in one call\n")
     assert not trainer.requests
 
 

@@ -481,7 +481,7 @@ async def test_a_block_is_for_who_has_this_start_of_this_engine() -> None:
         blocks.take("t", attachment("e", "now"))
     blocks.open("t")
     for engine, start in (("another", "now"), ("e", "before")):
-        with pytest.raises(WeightSyncError, match="attach to engine e anew") as caught:
+        with pytest.raises(WeightSyncError, match="attach to engine e again") as caught:
             blocks.take("t", attachment(engine, start))
         assert caught.value.reason is Reason.ENGINE_REFUSED
     with pytest.raises(WeightSyncError, match="only one job at a time may"):

@@ -69,7 +69,9 @@ async def test_an_answer_that_never_comes_leaves_the_outcome_unknown(
         register = open_register(place(s3, proxy.port), timeout_s=1.0)
         await register.get(KEY)
         proxy.fault = lambda _number, method, _path: Fault.STALL if method == "PUT" else Fault.NONE
-        with pytest.raises(WeightSyncError, match=r"creating .* may be done or not") as caught:
+        with pytest.raises(
+            WeightSyncError, match=r"creating .* may or may not have been done"
+        ) as caught:
             await register.create(KEY, b"COMMIT")
         assert caught.value.reason == Reason.DEADLINE_EXCEEDED
         proxy.fault = lambda *_: Fault.NONE

@@ -101,7 +101,9 @@ async def test_a_value_over_4_kb_is_refused(register: CoordinationStore) -> None
     most = bytes(range(256)) * 16
     assert len(most) == MAX_VALUE_BYTES
     for attempt in (register.create("a", most + b"!"), register.member("a", most + b"!", TTL_S)):
-        with pytest.raises(WeightSyncError, match=r"has 4097 bytes, .* takes 4096; put") as caught:
+        with pytest.raises(
+            WeightSyncError, match=r"has 4097 bytes, .* takes at most 4096; put"
+        ) as caught:
             await attempt
         assert caught.value.reason == Reason.REQUEST_INVALID
     assert await register.get("a") is None

@@ -27,7 +27,7 @@ def _states(*replies: dict[str, Any]) -> Any:
 def test_a_rank_that_does_not_answer_may_be_written() -> None:
     assert still_writing(_states(_NOBODY, _NOBODY)) == ""
     said = still_writing(_states(_NOBODY, _SILENT, _SILENT))
-    assert "why rank 0/0/1, 0/0/2 does not report who can write its memory" in said
+    assert "rank 0/0/1, 0/0/2 does not report who can write its memory" in said
     writing = _NOBODY | {"writing": True, "writers": [7], "holders": [7]}
     assert still_writing(_states(_SILENT, writing)).startswith("end process 7")
 
@@ -51,7 +51,7 @@ async def test_a_rank_is_asked_until_it_answers(monkeypatch: pytest.MonkeyPatch)
     assert not answers
     monkeypatch.setattr(block_writers, "_LET_GO_S", 0.0)
     answers = [_states(_SILENT)]
-    assert "rank 0/0/0 does not say" in await wait_let_go(session)
+    assert "rank 0/0/0 does not report" in await wait_let_go(session)
 
 
 async def test_nothing_is_placed_where_a_rank_does_not_say_who_writes(

@@ -30,8 +30,8 @@ def test_names(engine: str, name: str) -> None:
     [
         (["unix:/a/x.sock", "unix:/b/x.sock"], "two engines would be called x"),
         (["unix:/a/x.sock", "unix:/a/x.sock"], "two engines would be called x"),
-        (["memory", "unix:/a"], "engine memory goes with no other"),
-        (["none", "none"], "engine none goes with no other"),
+        (["memory", "unix:/a"], "name engine memory alone"),
+        (["none", "none"], "name engine none alone"),
         (["127.0.0.1:1"], "engine must be unix:PATH"),
         (["unix:"], "engine must name a socket"),
         (["unix:/run/*.sock"], "engine must name a socket"),

@@ -145,7 +145,7 @@ async def test_a_decision_that_is_lost_before_another_one_is_named_and_led_out_o
     # Of three decisions the second one is there alone.
     for step in (1, 3):
         path_of(fleet, decision_key(1, step)).unlink()
-    lost = f"put {decision_key(1, 1)} back as it was"
+    lost = f"restore {decision_key(1, 1)}"
     coordinator = fleet.coordinator()
     for call in (coordinator.abort(), coordinator.apply(version(3), ApplyOrder.ROLLING)):
         with pytest.raises(WeightSyncError, match=lost):

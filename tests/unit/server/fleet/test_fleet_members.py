@@ -388,7 +388,7 @@ async def test_a_fault_of_its_reading_is_a_register_that_is_away(
     member = fleet.members["a"]
     with monkeypatch.context() as broken:
         broken.setattr(member.view._reader, "read", _fail)
-        await until(lambda: "a fault of this server (ValueError('x'))" in member.view.why)
+        await until(lambda: "this server failed (ValueError('x'))" in member.view.why)
         assert list((await fleet.register.members(MEMBERS)).alive) == [member_key("a")]
         assert not fleet._tasks["a"].done()
         await fleet.until_serving(a=0)

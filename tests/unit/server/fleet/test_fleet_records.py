@@ -165,7 +165,7 @@ def test_a_changed_byte_is_noticed() -> None:
 
 @pytest.mark.parametrize("name", ["", "-a", "a/b", "a b", "a\n", "a" * 65, "ä"])
 def test_a_name_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(WeightSyncError, match="is no name of a member"):
+    with pytest.raises(WeightSyncError, match="is not a valid name of a member"):
         check_member(name)
 
 

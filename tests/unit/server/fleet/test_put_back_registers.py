@@ -121,7 +121,7 @@ async def test_another_plan_of_a_number_that_was_read_is_not_followed(fleet: Fle
     await fleet.coordinator().apply(version(3), ApplyOrder.BARRIER)
     put_back(fleet, copy)
     await until(
-        lambda: "its newest apply is 1, and 2 was read" in fleet.members["a"]._journal.refusal
+        lambda: "its newest apply is 1, but 2 was read" in fleet.members["a"]._journal.refusal
     )
     # One that knows of nothing plans until the number is the same.
     await fleet.kill("a")
@@ -129,7 +129,7 @@ async def test_another_plan_of_a_number_that_was_read_is_not_followed(fleet: Fle
     await fleet.coordinator().apply(version(4), ApplyOrder.BARRIER)
     starting = asyncio.create_task(fleet.start("a"))
     await until(lambda: "a" in fleet.members)
-    await until(lambda: "apply 2 is another one" in fleet.members["a"]._journal.refusal)
+    await until(lambda: "apply 2 differs from the one" in fleet.members["a"]._journal.refusal)
     starting.cancel()
     assert fleet.hosts["a"].live() == version(3)
 
@@ -168,10 +168,10 @@ async def test_nothing_is_planned_in_a_register_that_a_member_refuses(fleet: Fle
     # Nor does one that begins now serve what the fleet has left.
     starting = asyncio.create_task(fleet.start("c"))
     await until(lambda: "c" in fleet.members)
-    await until(lambda: "for a has read a newer state" in fleet.members["c"].view.why)
+    await until(lambda: "because a has read a newer state" in fleet.members["c"].view.why)
     assert fleet.members["c"].view.history is None
     fleet.members["c"]._state = replace(fleet.members["c"]._state, mode=HostMode.FENCED)
-    assert "for a has read a newer state" in fleet.members["c"].why
+    assert "because a has read a newer state" in fleet.members["c"].why
     assert fleet.serving == {"a": 3, "b": 3, "c": 1}
     # The newest state of the register brings all back.
     put_back(fleet, newest)

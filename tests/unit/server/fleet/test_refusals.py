@@ -131,7 +131,7 @@ async def test_who_stands_still_and_is_fenced_names_who_refuses(
     await put_back_past_a_commit(fleet, monkeypatch)
     fleet.thaw("b")
     member = fleet.members["b"]
-    await until(lambda: "for a has read a newer state" in member.view.why)
+    await until(lambda: "because a has read a newer state" in member.view.why)
     await until(
         lambda: member.state.mode is HostMode.FENCED and "a has read a newer state" in member.why
     )

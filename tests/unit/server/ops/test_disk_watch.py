@@ -68,7 +68,7 @@ def test_a_disk_without_room_says_what_helps(
 def test_a_folder_that_is_gone_takes_nothing(tmp_path: Path) -> None:
     error = read_disk(DataFolder("store", tmp_path / "gone")).error
     why = "which cannot be read: No such file or directory"
-    assert error == f"mend the disk of {tmp_path}/gone, {why}"
+    assert error == f"check the disk of {tmp_path}/gone, {why}"
 
 
 async def test_changes_are_told_once_and_a_disk_that_hangs_is_one(

@@ -96,7 +96,7 @@ async def test_a_commit_names_what_is_missing_and_the_push_stays_open(here: Worl
     [
         ({}, {"shard_count": 3}, Reason.PUSH_INCOMPLETE, "shard 2"),
         ({}, {"shard_count": 1}, Reason.REQUEST_INVALID, "shard 1"),
-        ({"shard_count": 2}, {"shard_count": 3}, Reason.REQUEST_INVALID, "2 at the begin"),
+        ({"shard_count": 2}, {"shard_count": 3}, Reason.REQUEST_INVALID, "2 at the start"),
         ({}, {"shard_count": 1 << 31}, Reason.REQUEST_INVALID, "at most"),
         ({"total_bytes": 100_000}, {}, Reason.PUSH_INCOMPLETE, "total_bytes"),
         ({}, {"content_digest": "A" * 32}, Reason.REQUEST_INVALID, "hexadecimal"),

@@ -166,8 +166,8 @@ S = simple()[0]
         ([*S.layout(), Message(digests=pb.ShardDigests(digests=b"x" * 17))], "digests"),
         ([lay(S, shard=2)], "at most 2 shards"),
         ([lay(S, shard_name="n" * 256)], "shard_name"),
-        ([*S.layout(), lay(S, header_bytes=9)], "another layout"),
-        ([Message(commit=pb.CommitPushRequest(push_id="other"))], "another push"),
+        ([*S.layout(), lay(S, header_bytes=9)], "a different layout"),
+        ([Message(commit=pb.CommitPushRequest(push_id="other"))], "a different push"),
         ([Message(commit=pb.CommitPushRequest(content_digest="md5:0"))], "content_digest"),
     ],
 )
@@ -200,7 +200,7 @@ def described(*specs: Any, data: int = 4, header: int = 100) -> list[Message]:
     [
         (described(spec("t", 0, 3)), '"t"'),
         (described(spec("t", 0, 4), spec("u", 3, 7), data=7), '"u"'),
-        (described(spec("t", 0, 4), spec("u", 5, 9), data=9), "hole"),
+        (described(spec("t", 0, 4), spec("u", 5, 9), data=9), "gap"),
         (described(spec("t", 0, 4), data=5), "fill 4 bytes"),
         (described(spec("t", 0, 4, dtype="Q4")), "Q4"),
         (described(spec("t", 0, 4, shape=(1,) * 33)), "dimensions"),

@@ -194,11 +194,11 @@ async def test_a_writer_of_another_size_is_named(box_world: World) -> None:
     first, second = sharded(version(shards=1), 2)
     await first.begin(box_world)
     with pytest.raises(
-        WeightSyncError, match="writer 1 tells 5 as total_bytes, writer 0"
+        WeightSyncError, match="writer 1 declares 5 as total_bytes, but writer 0"
     ) as caught:
         await second.begin(box_world, total_bytes=5)
     assert caught.value.reason is Reason.LAYOUT_INVALID
-    with pytest.raises(WeightSyncError, match="writer 1 tells 5"):
+    with pytest.raises(WeightSyncError, match="writer 1 declares 5"):
         await first.stream(box_world)
     assert box_world.pushes.status() == []
 
@@ -286,7 +286,7 @@ async def test_other_boxes_under_the_same_number_are_refused(box_world: World) -
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"writer": 2}, "number them from 0"),
+        ({"writer": 2}, "number writers from 0"),
         ({"idempotency_key": ""}, "idempotency_key"),
         ({"total_bytes": 0}, "total_bytes"),
         ({"shard_count": 0}, "shard_count"),

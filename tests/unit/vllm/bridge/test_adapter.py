@@ -412,7 +412,7 @@ async def test_sleep_does_not_begin_while_a_rank_holds_on(monkeypatch: pytest.Mo
         return [first, second | {"ok": False, "error": "no memory"}]
 
     llm.collective_rpc = fail  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match=r"rank 0/0/1 does not let go .* \(no memory\)"):
+    with pytest.raises(RuntimeError, match=r"rank 0/0/1 does not release .* \(no memory\)"):
         await llm.sleep()
     assert (await engine.health()).sleeping is False
     llm.collective_rpc = told  # type: ignore[method-assign]

@@ -280,7 +280,11 @@ def _changed(change: dict[str, Any]) -> bytes:
     [
         ({"q": None}, "lacks these tensors", ["q"]),
         ({f"more{i:02}": torch.zeros(9) for i in range(12)}, "does not have these", None),
-        ({"q": torch.zeros(4, 5)}, "F32 [4, 5], the engine has F32 [4, 4]; another shape", ["q"]),
+        (
+            {"q": torch.zeros(4, 5)},
+            "F32 [4, 5], the engine has F32 [4, 4]; a different shape",
+            ["q"],
+        ),
         ({"down": torch.zeros(4, 6, dtype=torch.int32)}, "neither the dtype", ["down"]),
         ({"more": torch.zeros(9)}, "does not have these", ["more"]),
     ],

@@ -31,7 +31,7 @@ def test_what_it_says_of_itself() -> None:
 def test_one_that_comes_back_is_waited_for() -> None:
     refused = away("trainer 7 was ended by SIGKILL")
     assert refused.reason is Reason.TRAINER_AWAY
-    assert refused.message.endswith("then send it again")
+    assert refused.message.startswith("check the server's log, then send it again: ")
 
 
 def test_one_that_cannot_be_started_has_its_own_remedy_alone() -> None:

@@ -92,8 +92,11 @@ def test_one_rank_keeps_and_the_others_only_look(sink: UpdateSink) -> None:
         ([("a", torch.zeros(2))], "1 of the announced tensors did not arrive, such as 'b'"),
         ([("a", torch.zeros(2)), ("a", torch.zeros(2))], "'a' arrived without being announced"),
         ([("c", torch.zeros(2))], "'c' arrived without being announced"),
-        ([("a", torch.zeros(3))], r"shape \[3\], announced as torch.float32 of shape \[2\]"),
-        ([("a", torch.zeros(2, dtype=torch.int32))], "came as torch.int32"),
+        (
+            [("a", torch.zeros(3))],
+            r"shape \[3\], but was announced as torch.float32 of shape \[2\]",
+        ),
+        ([("a", torch.zeros(2, dtype=torch.int32))], "arrived as torch.int32"),
     ],
 )
 def test_what_is_not_whole_is_known_and_raises_nothing(
