@@ -115,7 +115,7 @@ class _Engine:
         """Remove all containers, volumes and images."""
         # The first one's network is the others'.
         for name in reversed(self.started):
-            self("podman", "rm", "--force", "--time", "5", name)
+            self("podman", "rm", "--force", "--ignore", "--time", "5", name)
         self("buildah", "rm", "--all")
         self("podman", "volume", "prune", "--force")
         self("buildah", "rmi", "--all", "--force")
