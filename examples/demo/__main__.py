@@ -34,7 +34,7 @@ from examples.demo.table import Row, View
 from weightsync_client import Client, ClientError, EngineState
 
 #: Longest wait for vLLM, which takes 20 to 40 s where nothing else runs.
-_START_S = 240.0
+_START_S = 600.0
 #: Training ends so long after the start of the demo, and the rest fits into three minutes.
 _TRAINED_S = 160.0
 #: On a machine so slow that vLLM alone took that long, the trainer gets this at least.

@@ -40,8 +40,10 @@ from weightsync_server.flags import Flags
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Flags of others that sentences name: of etcd, Docker, git and of programs of this repository.
-_OTHERS_FLAGS = frozenset({"--build-arg", "--client-cert-auth", "--trusted-ca-file"})
+#: Flags of others that sentences name: of etcd, Docker, Podman and Buildah.
+_OTHERS_FLAGS = frozenset(
+    {"--build-arg", "--client-cert-auth", "--layers", "--trusted-ca-file", "--ulimit"}
+)
 #: What vLLM's own parser takes, which tests/vllm/test_plain.py asks.
 VLLM_FLAGS = frozenset(
     {"--api-key", "--api-server-count", "--data-parallel-size", "--dtype", "--headless", "--model"}
