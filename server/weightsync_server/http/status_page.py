@@ -217,7 +217,7 @@ class StatusPage:
         part = self.parts.get(name)
         if part is None or part.message != message:
             # In a thread: 200 versions take 12 ms, by which no apply may be longer.
-            event = await in_thread(_event, name, message)
+            event = await in_thread(_encoded, name, message)
             self._revision += 1
             self.parts[name] = _Part(self._revision, message, event)
             self._wake()
@@ -244,7 +244,7 @@ class _Follower:
                 self._permit()
             except WeightSyncError as error:
                 self._ended = True
-                return _event("refused", error_document(error))
+                return _encoded("refused", error_document(error))
             later = [part for part in self._page.parts.values() if part.revision > self._sent]
             if later:
                 part = min(later)
@@ -277,7 +277,7 @@ def _refuse_other_names(request: HttpRequest) -> None:
             )
 
 
-def _event(name: str, message: Any) -> bytes:
+def _encoded(name: str, message: Any) -> bytes:
     document = message if isinstance(message, dict) else plain_document(message)
     return f"event: {name}\ndata: {json.dumps(document)}\n\n".encode()
 
