@@ -269,7 +269,7 @@ def test_a_copy_that_the_index_does_not_choose_is_left_out(root: Path) -> None:
 def test_a_folder_that_cannot_be_read_or_is_none(root: Path) -> None:
     assert "does not exist" in _refusal(root, root / "a")
     (root / "file").write_text("")
-    assert "no folder" in _refusal(root, root / "file")
+    assert "not a folder" in _refusal(root, root / "file")
     (root / "empty").mkdir()
     assert "give the folder that holds the .safetensors files" in _refusal(root, root / "empty")
     assert "File name too long" in _refusal(root, root / ("n" * 300))
