@@ -99,9 +99,9 @@ def test_what_a_vllm_would_miss_is_named(source: Path, tmp_path: Path) -> None:
     assert missing.startswith(
         "copy config.json and tokenizer into the folder before a vLLM loads it: none was found"
     )
-    assert "beside the engine's checkpoint memory; copy" in missing
+    assert "beside the engine's checkpoint memory" in missing
     (source / "config.json").unlink()
-    assert "has no config.json, for" in _write(str(source), tmp_path / "y")
+    assert "copy config.json into" in _write(str(source), tmp_path / "y")
 
 
 def test_one_that_is_there_stays_as_it_is(source: Path, tmp_path: Path) -> None:

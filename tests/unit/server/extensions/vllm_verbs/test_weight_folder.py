@@ -81,7 +81,7 @@ def test_each_root_counts_and_may_itself_be_a_link(root: Path, tmp_path: Path) -
     linked = tmp_path / "linked"
     linked.symlink_to(root)
     open_folder([tmp_path / "absent", linked], f"{linked}/a").close()
-    assert "does not exist here" in _refusal(tmp_path / "absent", tmp_path / "absent/a")
+    assert "does not exist" in _refusal(tmp_path / "absent", tmp_path / "absent/a")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_the_index_chooses_and_what_it_names_must_be_there(root: Path) -> None:
     sentence = _refusal(root, folder)
     assert 'places "t9" in "b.safetensors", which does not hold it' in sentence
     (folder / _INDEX).write_text(json.dumps({"weight_map": weight_map | {"t9": "c.safetensors"}}))
-    assert '"c.safetensors" does not exist here' in _refusal(root, folder)
+    assert '"c.safetensors" does not exist' in _refusal(root, folder)
     (folder / _INDEX).write_text(json.dumps({"weight_map": weight_map | {"t9": "\ud800"}}))
     assert "is not UTF-8" in _refusal(root, folder)
 
@@ -267,9 +267,9 @@ def test_a_copy_that_the_index_does_not_choose_is_left_out(root: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_read_or_is_none(root: Path) -> None:
-    assert "does not exist here" in _refusal(root, root / "a")
+    assert "does not exist" in _refusal(root, root / "a")
     (root / "file").write_text("")
-    assert "no folder" in _refusal(root, root / "file")
+    assert "not a folder" in _refusal(root, root / "file")
     (root / "empty").mkdir()
     assert "give the folder that holds the .safetensors files" in _refusal(root, root / "empty")
     assert "File name too long" in _refusal(root, root / ("n" * 300))
