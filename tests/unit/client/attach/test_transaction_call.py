@@ -31,7 +31,7 @@ def _begun() -> pb.WriteInPlaceResponse:
 
 
 def test_a_server_that_ends_it_without_a_reason_is_told_with_what_helps() -> None:
-    with pytest.raises(ClientError, match=r"^attach again and see the server's log") as caught:
+    with pytest.raises(ClientError, match=r"^attach again, and check the server's log") as caught:
         _call().begin(1)
     assert caught.value.reason is Reason.FAULT
 
