@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 #: What the libraries say of a collector that is away, each time; `_Exporter` says it once.
 _TALKATIVE = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
-#: SpanMaker that wait to be sent, as OpenTelemetry has it where its variable is not set.
+#: Spans that wait to be sent, as OpenTelemetry has it where its variable is not set.
 _QUEUE = 2048
 #: Attributes that are not ours alone keep their names.
 _COMMON = ("rpc.",)
@@ -151,7 +151,7 @@ class _Exporter(SpanExporter):
     def __init__(self, exporter: SpanExporter, on_drop: Callable[[int], None]) -> None:
         self._exporter, self._on_drop = exporter, on_drop
         self._away = self._stopped = False
-        #: SpanMaker that it was given.
+        #: Spans that it was given.
         self.taken = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
