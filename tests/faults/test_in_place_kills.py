@@ -307,8 +307,8 @@ def test_a_second_job_is_kept_out_by_the_next_server_too(site: _Site) -> None:
 @pytest.mark.parametrize(
     ("lost", "told"),
     [
-        ("nothing", "has written weight outside a transaction"),
-        ("session", "has written weight outside a transaction"),
+        ("nothing", "wrote weight outside a transaction"),
+        ("session", "wrote weight outside a transaction"),
         ("server", "it shares no memory"),
     ],
 )

@@ -58,6 +58,7 @@ VLLM_FLAGS = frozenset(
         "--load-format",
         "--served-model-name",
         "--nnodes",
+        "--otlp-traces-endpoint",
         "--node-rank",
         "--quantization",
     }
@@ -352,7 +353,7 @@ def test_curl_asks_for_what_there_is(command: Command) -> None:
 
 def test_no_program_is_unknown_here() -> None:
     # tests/matrix/test_extending.py copies what docs/how-to/extending.md does.
-    shell = {"cp", "export", "for", "do", "done", "install", "kubectl"}
+    shell = {"cp", "export", "for", "do", "done", "install", "kubectl", "ssh"}
     unknown = {one.words[0] for one in commands()} - PROGRAMS - shell
     assert unknown == set()
     assert (ROOT / "deploy/prometheus/alerts_test.yml").is_file()

@@ -63,7 +63,7 @@ def _manifests() -> dict[str, bytes]:
         "an empty name": _record(name=b"\x00\x00"),
         "a name that is not UTF-8": _record(name=b"\x00\x01\xff"),
         "a name of 1025 bytes": _record(name=b"\x00\x81\x08" + b"w" * 1025),
-        "a number that is not a shortest varint": _record(name=b"\x00\x81\x00w"),
+        "a number that is no shortest varint": _record(name=b"\x00\x81\x00w"),
         "a number of 2^63 and more": _record(name=b"\x00" + b"\xff" * 9 + b"\x01w"),
         "a tensor that the base does not have": _record(name=b"\x00\x01v"),
         "another dtype than the base's": _record(kind=b"\x0d\x01\x40"),

@@ -70,7 +70,7 @@ def _free(path: Path, remedy: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise _refused(f"remove {path}: it is not a socket", remedy)
+        raise _refused(f"{path} is not a socket; remove it", remedy)
     if _is_live(path):
         raise _refused(f"another process listens on {path}; stop it", remedy)
     path.unlink(missing_ok=True)

@@ -112,7 +112,7 @@ def test_what_is_no_socket_is_left_alone(path: Path, kind: str) -> None:
     else:
         path.symlink_to(other)
     with _bound(other) if kind == "link" else contextlib.nullcontext():
-        assert "is no socket" in _refusal(path)
+        assert "is not a socket; remove it" in _refusal(path)
 
 
 def test_a_folder_that_is_missing_is_named(path: Path) -> None:

@@ -26,7 +26,7 @@ _HALF = FleetReport(
 
 def test_it_counts_members_in_each_phase() -> None:
     assert describe(_HALF) == (
-        "apply 7, barrier: 2 of 3 prepared, 1 stand still, 0 of 1 decisions, 0 live"
+        "apply 7, barrier: 2 of 3 prepared, 1 paused, 0 of 1 decisions, 0 live"
     )
     rolling = replace(_HALF, order=FleetOrder.ROLLING, decisions_needed=4)
     assert describe(rolling) == "apply 7, rolling: 2 of 3 prepared, 0 of 4 decisions, 0 live"

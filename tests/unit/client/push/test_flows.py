@@ -287,7 +287,7 @@ def test_a_copy_that_went_bad_meanwhile_is_never_sent(client: Client, servicer: 
             raise WeightSyncError(Reason.DATA_CORRUPT, "the base went bad; push in full")
 
     servicer.before = refuse
-    told = r"went bad in 'layers\.0\.weight'; push again"
+    told = r"is damaged in 'layers\.0\.weight'; push again"
     with pytest.raises(ClientError, match=told) as caught:
         client.push(flow(tensors))
     assert caught.value.reason is Reason.DATA_CORRUPT

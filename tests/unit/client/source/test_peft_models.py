@@ -279,7 +279,7 @@ def test_adapters_on_tied_weights_are_refused() -> None:
     config = transformers.LlamaConfig(**TINY, tie_word_embeddings=True)
     for options, sentence in (
         ({"target_modules": ["embed_tokens"]}, r"adapter on a tied weight.*untie the weights"),
-        ({"modules_to_save": ["lm_head"]}, r"trained 'lm_head\.weight' and .* apart"),
+        ({"modules_to_save": ["lm_head"]}, r"trained 'lm_head\.weight' and .* separately"),
     ):
         base = transformers.AutoModelForCausalLM.from_config(config)
         lora = peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **options})

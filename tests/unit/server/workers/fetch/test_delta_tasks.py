@@ -149,7 +149,7 @@ async def test_a_patch_is_never_tried_twice(
     layout, target = segment_of(document(base)), segment_of(base[0].data)
     # The work is done, the answer is not given.
     plan.write_text("fetcher.reply=panic")
-    with pytest.raises(WeightSyncError, match="cost 1 fetcher") as caught:
+    with pytest.raises(WeightSyncError, match="ended 1 fetcher") as caught:
         await pool.patch(target, 0, layout, entry_of(delta), segment_of(delta.data))
     assert caught.value.reason is Reason.FETCHER_FAILED
     hits = (tmp_path / "plan.hits").read_text().splitlines()

@@ -584,6 +584,6 @@ def test_a_device_is_made_once_whoever_asks(
     for thread in threads:
         thread.join()
     assert made == [1]
-    with pytest.raises(DeviceError, match="none of the 2 devices"):
+    with pytest.raises(DeviceError, match="not one of the 2 devices"):
         device_of(b"\7" * 16)
     ipc._device.cache_clear()

@@ -82,7 +82,7 @@ async def test_what_is_logged_of_a_fetcher_is_not_about_the_call_that_started_it
     with about(version=5):
         pool = await pool_of(1)
     os.kill(pool.pids[0], signal.SIGKILL)
-    await _until(lambda: "is gone" in caplog.text)
+    await _until(lambda: "has exited" in caplog.text)
     assert '"version"' not in caplog.text
 
 
