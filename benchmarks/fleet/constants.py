@@ -72,7 +72,7 @@ class Constants:
     prefetch_bytes_per_s: float = _known(
         23.9e9, "bytes/s", f"15.2 GB into device memory beside generation, 0.636 s; {_H200}"
     )
-    prepare_s: float = _known(0.068, "s", f"preparing what lies in device memory; {_H200}")
+    prepare_s: float = _known(0.068, "s", f"preparing what is in device memory; {_H200}")
     stop_s: float = _known(0.0126, "s", f"until vLLM has stopped; {_H200}")
     switch_delta_s: float = _known(0.0084, "s", f"writing and comparing 1 %, and resuming; {_H200}")
     switch_full_s: float = _known(0.0195, "s", f"writing and comparing all, and resuming; {_H200}")

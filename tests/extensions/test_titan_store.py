@@ -85,7 +85,10 @@ def test_each_push_is_a_version_with_the_whole_of_it(
     ("case", "words"),
     [
         ("differs", "DIGEST_MISMATCH"),
-        ("nothing", "VERSION_UNKNOWN: the server has no version of the state dict 'none'"),
+        (
+            "nothing",
+            "VERSION_UNKNOWN: put the state dict 'none' from the trainer first",
+        ),
         ("shape", r"LAYOUT_INVALID: tensor 'x' .* is torch.float32 [3], that of the state dict"),
         ("dtype", r"LAYOUT_INVALID: tensor 'x' .* that of the state dict torch.float16 [3]"),
         ("names", "lacks ['y'], and the state dict lacks ['x']; build both models alike"),

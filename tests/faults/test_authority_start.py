@@ -118,7 +118,7 @@ def test_a_key_that_others_may_read_or_that_does_not_fit_is_refused(folder: Path
     ca = Authority(folder / "pki")
     pair, other = ca.sign("server"), ca.sign("other")
     ran = _start(folder, f"--tls-cert={pair.certificate}", f"--tls-key={other.key}")
-    assert (ran.returncode, "are not a PEM certificate and its key" in ran.stderr) == (1, True)
+    assert (ran.returncode, "are not a PEM certificate with its key" in ran.stderr) == (1, True)
     pair.key.chmod(0o644)
     ran = _start(folder, f"--tls-cert={pair.certificate}", f"--tls-key={pair.key}")
     assert (ran.returncode, "has mode 0644" in ran.stderr) == (1, True)

@@ -317,7 +317,7 @@ def test_two_runs_are_told_of_each_other_and_an_epoch_keeps_the_second_out(
         assert json.loads(other.stdout)["other_version"] == before
         mine = first.push(tmp_path / "2.safetensors")
         assert (mine.runs_alternate, mine.other_version) == (True, before + 1)
-        assert "push in turn" in server.log
+        assert "two trainers push: run " in server.log
         (warned,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert (
             f"version {before + 1} was fetched from another run, {mine.other_run}, between"

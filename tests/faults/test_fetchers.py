@@ -310,7 +310,7 @@ def test_a_push_that_costs_every_fetcher_is_refused(bench: Bench) -> None:
     told = refusal(lambda: stub.PushWeights(push_messages(one_shard(SIZE, 200)), timeout=60))
     assert told is not None
     assert told.reason is Reason.FETCHER_FAILED
-    assert "cost 3 fetcher processes" in told.message
+    assert "ended 3 fetcher processes" in told.message
     bench.disarm()
     for push in stub.GetStatus(pb.GetStatusRequest(), timeout=5).models[0].pushes:
         # It stays, so that the trainer may ask again.

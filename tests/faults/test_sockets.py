@@ -109,14 +109,14 @@ def test_a_metrics_port_of_another_is_refused_before_it_tells_that_it_listens(
         other = _second(server, folder, run_dir=folder / "run2")
         other.flags = [*other.flags, "--metrics", address]
         last = _refused(other, address, "; choose another with --metrics", never="listening on")
-    assert "is taken" in last
+    assert "is in use" in last
 
 
 def test_what_is_no_socket_is_left_alone(server: WeightSyncServer, folder: Path) -> None:
     precious = folder / "precious"
     precious.write_text("data")
     other = _second(server, folder, run_dir=folder / "run2", listen=f"unix:{precious}")
-    assert "is no socket" in _refused(other, precious, "--listen")
+    assert "is not a socket; remove it" in _refused(other, precious, "--listen")
     assert precious.read_text() == "data"
 
 

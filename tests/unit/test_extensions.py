@@ -91,6 +91,7 @@ _CLIENT = (
 EXTENSIONS = (
     Extension("weightsync.vllm.extensions.answers", "weightsync.vllm", _VLLM),
     Extension("weightsync.vllm.extensions.received", "weightsync.vllm", _VLLM),
+    Extension("weightsync.vllm.extensions.request_spans", "weightsync.vllm", _VLLM),
     Extension("weightsync.vllm.extensions.train_forward", "weightsync.vllm", _VLLM),
     Extension("weightsync_server.extensions.trainer", "weightsync_server", _SERVER),
     Extension("weightsync_server.extensions.update_committer", "weightsync_server", _SERVER),
