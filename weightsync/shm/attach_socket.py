@@ -41,7 +41,7 @@ from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.fork_guard import NO_FORK, close_in_children
 from weightsync.shm.live_views import DOCUMENT, GATE, HANDLE_BYTES, HANDLES, MEMORY, LiveViews
 from weightsync.shm.segments import MAP_NORESERVE, advise, map_at, reserve
-from weightsync.wire.documents import receive, send, send_fds
+from weightsync.wire.documents import receive, refusal, send, send_fds
 from weightsync.wire.socket_client import SocketClient
 from weightsync.wire.socket_server import PeerCredentials, PeerServer, peer_process
 
@@ -223,7 +223,7 @@ def _answer(peer: socket.socket, handler: AttachHandler, request: dict[str, Any]
             found = handler.write(request["transaction"])
         except WeightSyncError as error:
             # Of a transaction that is over; the attachment goes on.
-            send(peer, _error(error))
+            send(peer, refusal(error))
         else:
             _give(peer, found)
     elif request.get("op") == "alive":
@@ -246,16 +246,12 @@ def _give(peer: socket.socket, found: HandedOut) -> None:
 
 def _tell(peer: socket.socket, error: WeightSyncError) -> None:
     try:
-        send(peer, _error(error))
+        send(peer, refusal(error))
     except OSError:
         logger.info(
             "attach socket: a trainer disconnected before it received the refusal: %s",
             error.message,
         )
-
-
-def _error(error: WeightSyncError) -> dict[str, Any]:
-    return {"error": error.message, "reason": error.reason.value}
 
 
 #: Seconds of a trainer's patience. What is redeemed waits until nothing else has the engine.

@@ -50,7 +50,7 @@ from typing import Any, NamedTuple, Protocol
 from weightsync.errors import WeightSyncError, invalid_request
 from weightsync.fork_guard import NO_FORK
 from weightsync.shm.segments import MemoryMapping
-from weightsync.wire.documents import receive, send, send_fds
+from weightsync.wire.documents import receive, refusal, send, send_fds
 from weightsync.wire.socket_client import SocketClient
 from weightsync.wire.socket_server import PeerCredentials, PeerServer
 
@@ -146,7 +146,7 @@ class SameHostServer(PeerServer):
         try:
             answer = ask()
         except WeightSyncError as error:
-            send(peer, {"error": error.message, "reason": error.reason.value})
+            send(peer, refusal(error))
             raise _RefusedError from error
         if not isinstance(answer, WriteLease):
             send(peer, answer or {})

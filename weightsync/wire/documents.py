@@ -11,8 +11,10 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from weightsync.errors import Reason, WeightSyncError
 
 #: Linux sends at most 253 descriptors in one message (SCM_MAX_FD).
 BATCH = 128
@@ -32,6 +34,20 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
+
+
+def refusal(error: WeightSyncError) -> dict[str, Any]:
+    """Return a refusal as a document, of which `refusal_of` makes the error again."""
+    return {"error": error.message, "reason": error.reason.value, "metadata": error.metadata}
+
+
+def refusal_of(document: Mapping[str, Any]) -> WeightSyncError:
+    """Return the error of a refusal; NOT_SUPPORTED for a reason that only a newer release knows."""
+    reason = Reason.__members__.get(str(document.get("reason")), Reason.NOT_SUPPORTED)
+    facts = document.get("metadata")
+    metadata = facts if isinstance(facts, dict) else {}
+    named = {str(name): str(value) for name, value in metadata.items()}
+    return WeightSyncError(reason, str(document["error"]), metadata=named)
 
 
 def send(sock: socket.socket, document: dict[str, Any]) -> None:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from weightsync.errors import Reason, WeightSyncError
 from weightsync.fork_guard import NO_FORK, close_in_children
-from weightsync.wire.documents import receive, receive_fds, send
+from weightsync.wire.documents import receive, receive_fds, refusal_of, send
 
 
 class SocketClient:
@@ -67,7 +66,7 @@ class SocketClient:
                 send(self._socket, request)
                 answer = receive(self._socket)
                 if "error" in answer:
-                    raise _refusal(answer)
+                    raise refusal_of(answer)
                 return answer, self._received(count(answer))
         except EOFError:
             raise ConnectionError(self._ended) from None
@@ -88,8 +87,3 @@ class SocketClient:
             for fd in self._fds.intersection(fds):
                 self._fds.remove(fd)
                 os.close(fd)
-
-
-def _refusal(answer: dict[str, Any]) -> WeightSyncError:
-    reason = Reason.__members__.get(str(answer.get("reason")), Reason.NOT_SUPPORTED)
-    return WeightSyncError(reason, str(answer["error"]))

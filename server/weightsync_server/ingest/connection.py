@@ -13,6 +13,7 @@ from typing import Any
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire import child_channel
 from weightsync.wire.child_channel import noted
+from weightsync.wire.documents import refusal_of
 from weightsync_server.auth.auth_interceptor import reader
 from weightsync_server.auth.caller import Caller, RejectedCall
 from weightsync_server.push import Claim, Grant, Message, RemoteStream, Written, read_message
@@ -88,7 +89,7 @@ class Connection(RemoteStream):
         if op == "end":
             raise StopAsyncIteration
         if op == "failed":
-            raise WeightSyncError(Reason(document["reason"]), document["message"])
+            raise refusal_of(document)
         raise WeightSyncError(
             Reason.FAULT, f"an ingest process sent {str(op)[:50]!r}; report this fault"
         )

@@ -18,6 +18,7 @@ from weightsync.model.tensor_slices import SliceSpan
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire import child_channel
 from weightsync.wire.child_channel import read_note
+from weightsync.wire.documents import refusal
 from weightsync_server.ops.os_errors import system_fault
 from weightsync_server.push import ChunkView, SliceWindow, plain_chunk
 from weightsync_server.workers.runtime.mappings import Maps
@@ -133,7 +134,7 @@ class Relay:
                 await self._fail(fault)
 
     async def _fail(self, error: WeightSyncError) -> None:
-        await self._tell({"op": "failed", "reason": error.reason, "message": error.message})
+        await self._tell({"op": "failed", **refusal(error)})
 
     async def _pump(
         self, call: dict[str, Any], requests: AsyncIterator[ChunkView | RawMessage]

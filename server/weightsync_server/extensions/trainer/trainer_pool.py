@@ -16,6 +16,7 @@ from weightsync.backoff import until
 from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.v1 import train_pb2 as pb
 from weightsync.wire.child_channel import noted
+from weightsync.wire.documents import refusal_of
 from weightsync_server.extensions.trainer.train_job import JobQueue, TrainJob
 from weightsync_server.extensions.trainer.train_state import LOAD, OptimizerState, StateFolders
 from weightsync_server.extensions.trainer.trainer_settings import (
@@ -34,11 +35,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-def refusal_of(answer: Mapping[str, Any]) -> WeightSyncError:
-    metadata = answer.get("metadata")
-    return WeightSyncError(Reason(answer["reason"]), answer["error"], metadata=metadata)
 
 
 def away(why: str) -> WeightSyncError:

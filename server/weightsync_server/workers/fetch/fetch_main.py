@@ -18,6 +18,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import ShardEntry
 from weightsync.wire import child_channel
+from weightsync.wire.documents import refusal
 from weightsync_server.ops.os_errors import read_fault, write_fault
 from weightsync_server.store.objects.object_keys import is_location
 from weightsync_server.workers.fetch import shard_tasks
@@ -72,7 +73,7 @@ class _Child:
         except shard_tasks.Cancelled:
             answer |= {"reason": Reason.PUSH_ABORTED, "error": "cancelled"}
         except WeightSyncError as error:
-            answer |= {"reason": error.reason, "error": error.message}
+            answer |= refusal(error)
             broken = isinstance(error, shard_tasks.BrokenError)
         except MemoryError:
             answer |= {"reason": Reason.MEMORY_EXHAUSTED, "error": "a fetcher has no memory left"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire.documents import refusal_of
 from weightsync_server.ops.os_errors import write_fault
 from weightsync_server.ops.tasks import to_end
 from weightsync_server.workers.fetch.fetch_api import FetchApi
@@ -82,7 +83,7 @@ class Task:
         if self.cancelled.is_set():
             self.result.cancel()
         elif "reason" in document:
-            self.fail(WeightSyncError(Reason(document["reason"]), document["error"]))
+            self.fail(refusal_of(document))
         elif not self.result.done():
             self.result.set_result(blob)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weightsync import log_lines
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire import child_channel
+from weightsync.wire.documents import refusal_of
 from weightsync_server.ops.tasks import in_thread
 
 if TYPE_CHECKING:
@@ -251,10 +252,7 @@ class ChildProcess:
         self._send({"op": "start", "parent": os.getpid(), "log": log, **facts})
         self.ready, _ = await child_channel.read(reader)
         if "error" in self.ready:
-            metadata = self.ready.get("metadata")
-            raise WeightSyncError(
-                Reason(self.ready["reason"]), self.ready["error"], metadata=metadata
-            )
+            raise refusal_of(self.ready)
         self._reading = asyncio.create_task(self._read(reader), name=f"{self._name}-{self.pid}")
 
     def _send(self, document: dict[str, Any], fds: Sequence[int] = ()) -> None:

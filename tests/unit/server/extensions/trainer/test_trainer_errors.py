@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.extensions.trainer.trainer_pool import away, ending, refusal_of, unstartable
+from weightsync_server.extensions.trainer.trainer_pool import away, ending, unstartable
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,6 @@ from weightsync_server.extensions.trainer.trainer_pool import away, ending, refu
 )
 def test_how_it_has_ended(status: int | None, words: str) -> None:
     assert ending(status) == words
-
-
-def test_what_it_says_of_itself() -> None:
-    answer = {"reason": "TRAINER_FAILED", "error": "no", "metadata": {"traceback": "..."}}
-    error = refusal_of(answer)
-    assert (error.reason, error.message) == (Reason.TRAINER_FAILED, "no")
 
 
 def test_one_that_comes_back_is_waited_for() -> None:
