@@ -189,15 +189,21 @@ async def test_only_the_files_are_public(site: Site) -> None:
 
 
 @pytest.mark.parametrize("site", ["open to all"], indirect=True)
-async def test_a_site_that_gives_this_address_a_name_reads_nothing(site: Site) -> None:
+@pytest.mark.parametrize("path", [EVENTS, "/v1/weightsync/applies"])
+async def test_a_site_that_gives_this_address_a_name_reads_nothing(site: Site, path: str) -> None:
     for host in ("127.0.0.1:8551", "[::1]:8551", "localhost:9", "LOCALHOST"):
-        async with site.get(EVENTS, host=host) as answer:
+        async with site.get(path, host=host) as answer:
             assert answer.status_code == 200, host
     for host in ("evil.test", "evil.test:8551", "localhost.evil.test", "127.0.0.1.evil.test", "["):
-        async with site.get(EVENTS, host=host) as answer:
-            refused = json.loads(await answer.aread())
-        assert answer.status_code == 403, host
-        assert refused["error"].startswith("open the page by an address or as localhost")
+        # Its page may send any token, which proves nothing where the server knows of none.
+        for proof in ({}, {"authorization": "Bearer x"}):
+            async with site.get(path, host=host, **proof) as answer:
+                refused = json.loads(await answer.aread())
+            assert answer.status_code == 403, host
+            assert refused["error"].startswith("ask for this by an address or as localhost")
+    for public in _FILES:
+        async with site.get(public, host="evil.test") as answer:
+            assert answer.status_code == 200, "it holds no data"
 
 
 async def test_who_proves_a_role_may_use_any_name(site: Site) -> None:
