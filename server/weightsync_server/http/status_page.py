@@ -125,9 +125,12 @@ class StatusPage:
 
     def leave(self, follower: _Follower) -> None:
         if self._followers == {follower}:
-            for task in self._looking:
-                task.cancel()
+            self._look_no_more()
         self._followers.discard(follower)
+
+    def _look_no_more(self) -> None:
+        for task in self._looking:
+            task.cancel()
 
     async def wait(self) -> bool:
         """Return whether anything has changed before the silence became too long."""
@@ -155,6 +158,7 @@ class StatusPage:
         if not task.cancelled():
             logger.error("the status page could not be read", exc_info=task.exception())
             # Their pages open others, for which all of it is begun anew.
+            self._look_no_more()
             followers, self._followers = self._followers, set()
             for follower in followers:
                 follower.end()
