@@ -310,11 +310,21 @@ def test_without_a_collector_all_goes_on_and_what_is_lost_is_counted(
         assert not [one for one in lines if one["logger"].startswith("opentelemetry")]
 
 
-def test_wrong_variables_are_one_sentence_at_the_start(folder: Path) -> None:
-    home = folder / "w"
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon", "PROTOCOL is 'carrier-pigeon'"),
+        # OpenTelemetry reads it when it is imported.
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "abc", "COUNT_LIMIT must be .* but got abc"),
+    ],
+)
+def test_wrong_variables_are_one_sentence_at_the_start(
+    folder: Path, name: str, value: str, said: str
+) -> None:
+    home = folder / name[-5:]
     home.mkdir()
-    server = _server(home, {"OTEL_EXPORTER_OTLP_PROTOCOL": "carrier-pigeon"})
-    with pytest.raises(RuntimeError, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'carrier-pigeon'"):
+    server = _server(home, {name: value})
+    with pytest.raises(RuntimeError, match=said):
         server.start()
     assert "Traceback" not in server.log
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from weightsync import clock
-from weightsync.errors import WeightSyncError
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import note, trace_id, traceparent
 
 #: Phases and ranks of one push or apply that become spans; the rest is left out.
@@ -84,6 +84,21 @@ class _Call:
 
 _call: ContextVar[_Call | None] = ContextVar("weightsync_traced_call", default=None)
 _work: ContextVar[Work | None] = ContextVar("weightsync_traced_work", default=None)
+
+
+@contextlib.contextmanager
+def refusing_variables() -> Iterator[None]:
+    """Refuse as REQUEST_INVALID what OpenTelemetry raises for its variables, also when imported."""
+    try:
+        yield
+    except (WeightSyncError, ImportError):
+        raise
+    except Exception as error:
+        # Not all that its exporters raise is a ValueError.
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"set OpenTelemetry's variables (OTEL_...) right, or leave out --traces: {error}",
+        ) from error
 
 
 def take_over(header: str) -> None:
