@@ -123,7 +123,7 @@ class Work:
     def __init__(self, spans: SpanMaker, name: str, caller: str) -> None:
         self._spans, self._caller = spans, caller
         self._span: OpenSpan | None = None
-        self._named = ""
+        self._named = self._above = ""
         self._whole = TracedPhase(name, clock.wall_ns())
         self._count = 0
 
@@ -144,7 +144,7 @@ class Work:
             elif mine:
                 links = [mine]
             self._span = self._spans.begin(self._whole.name, self._whole.began_ns, parent, links)
-            self._named = self._span.traceparent
+            self._named, self._above = self._span.traceparent, parent
         self.join()
         return self._named
 
@@ -157,6 +157,12 @@ class Work:
         if call is not None and not call.parent:
             call.parent = self._named
         note(trace_id=trace_id(self._named))
+
+    def drop(self) -> None:
+        """Have no span after all; the call that has joined it lies where it would have."""
+        call = _call.get()
+        if call is not None and self._named and call.parent == self._named:
+            call.parent = self._above
 
     def add(self, phase: TracedPhase) -> None:
         self._count += 1 + len(phase.parts)
