@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.environment_variables import (
     OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
     OTEL_BSP_MAX_QUEUE_SIZE,
+    OTEL_BSP_SCHEDULE_DELAY,
     OTEL_EXPORTER_OTLP_ENDPOINT,
     OTEL_EXPORTER_OTLP_PROTOCOL,
     OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
@@ -34,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 #: What the libraries say of a collector that is away, each time; `_Exporter` says it once.
 _TALKATIVE = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
-#: Spans that wait to be sent, and those in one sending, as OpenTelemetry has it where its variables
-#: are not set.
-_QUEUE, _BATCH = 2048, 512
+#: Spans that wait to be sent, those in one sending, and milliseconds between two, as OpenTelemetry
+#: has it where its variables are not set.
+_QUEUE, _BATCH, _DELAY_MS = 2048, 512, 5000
 #: Attributes that are not ours alone keep their names.
 _COMMON = ("rpc.",)
 
@@ -129,7 +130,8 @@ class _BoundedProcessor(BatchSpanProcessor):
         most = _count(OTEL_BSP_MAX_QUEUE_SIZE, _QUEUE)
         # No more are sent at once than may wait, which OpenTelemetry would refuse.
         batch = min(most, _count(OTEL_BSP_MAX_EXPORT_BATCH_SIZE, _BATCH))
-        super().__init__(exporter, max_queue_size=most, max_export_batch_size=batch)
+        delay_ms = _count(OTEL_BSP_SCHEDULE_DELAY, _DELAY_MS)
+        super().__init__(exporter, most, delay_ms, batch)
         self._most, self._given, self._on_drop = most, 0, on_drop
         self._taker = exporter
 

@@ -233,6 +233,7 @@ async def test_a_collector_that_is_stuck_holds_up_nothing_and_the_end_for_a_whil
         ("OTEL_BSP_MAX_QUEUE_SIZE", "0"),
         ("OTEL_BSP_MAX_QUEUE_SIZE", "9" * 30),
         ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "-1"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "1.5"),
     ],
 )
 def test_wrong_variables_are_refused(
