@@ -121,7 +121,9 @@ class StatusPage:
         if not self._followers:
             self._start()
         self._followers.add(follower)
-        return HttpReply(HTTPStatus.OK, b"", "text/event-stream", _HEADERS, follower)
+        # nginx would keep events until it has some kilobytes of them.
+        headers = (*_HEADERS, ("X-Accel-Buffering", "no"))
+        return HttpReply(HTTPStatus.OK, b"", "text/event-stream", headers, follower)
 
     def leave(self, follower: _Follower) -> None:
         if self._followers == {follower}:

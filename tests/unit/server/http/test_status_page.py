@@ -120,6 +120,7 @@ class Site:
         async with self.get(EVENTS, role) as answer:
             assert answer.status_code == 200
             assert answer.headers["content-type"] == "text/event-stream"
+            assert answer.headers["x-accel-buffering"] == "no", "else a proxy keeps what comes"
             yield _events(answer)
 
 
