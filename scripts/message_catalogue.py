@@ -27,7 +27,8 @@ _LEVELS = ("critical", "error", "warning", "info")
 _SENTENCE = re.compile(
     r"(?:[A-Za-z][\w'-]*|\{\w+\}|%\w)[,:;]? (?:[\w'(]+|\{\w+\})[,:;]? ?(?:[a-z(]|\{\w)"
 )
-_TWO_WORDS = re.compile(r"[a-z]{2,}[,:;]? [a-z(]")
+#: Two, of which one may be a placeholder.
+_TWO_WORDS = re.compile(r"[a-z]{2,}[,:;]? (?:[a-z(]|\{\w|%\w)|(?:\{\w+\}|%\w)[,:;]? [a-z]{2,}")
 #: What these are given stands in cli.md, settings.md, metrics.md or errors.md, or is no message.
 _ELSEWHERE = frozenset(
     {"AssertionError", "Argument", "Counter", "CounterMetricFamily", "Explanation", "Gauge"}

@@ -21,9 +21,9 @@ from typing import Any
 TEXT, JSON = "text", "json"
 
 _TEXT_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-#: Of https://www.w3.org/TR/trace-context: version, trace, span, flags.
+#: Of https://www.w3.org/TR/trace-context: version, trace, span, flags; later ones may have more.
 _TRACEPARENT = re.compile(
-    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-((?!0{16})[0-9a-f]{16}-[0-9a-f]{2})"
+    r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-((?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(?:-.*)?"
 )
 
 logger = logging.getLogger(__name__)
@@ -60,13 +60,13 @@ def event(name: str, **facts: Any) -> dict[str, Any]:
 
 def trace_id(traceparent: str) -> str:
     """Return the id of the trace that a `traceparent` header names; "": it names none."""
-    found = _TRACEPARENT.match(traceparent)
+    found = _TRACEPARENT.fullmatch(traceparent)
     return found[1] if found else ""
 
 
 def traceparent(header: str) -> str:
     """Return what a `traceparent` header of any version says, as version 00; "": it names none."""
-    found = _TRACEPARENT.match(header)
+    found = _TRACEPARENT.fullmatch(header)
     return f"00-{found[1]}-{found[2]}" if found else ""
 
 

@@ -49,7 +49,7 @@ from weightsync_server.ops.disk_watch import DiskWatch
 from weightsync_server.ops.durable_files import StateLock
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.ops.os_errors import translate_os_errors
-from weightsync_server.ops.traces import SpanMaker
+from weightsync_server.ops.traces import SpanMaker, refusing_variables
 from weightsync_server.push import PushService, SameHostOffers, serve_same_host
 from weightsync_server.replicate.start_follower import Replica
 from weightsync_server.residency.segment_allocator import SegmentAllocator, SegmentBudget
@@ -162,7 +162,7 @@ def _open_spans(
     """Return what sends spans, the last ones when the stack ends; None: traces are off."""
     if not settings.traces:
         return None
-    with needing("--traces"):
+    with needing("--traces"), refusing_variables():
         from weightsync_server.ops.otlp import OtlpSpans
     engines = ",".join(map(engine_name, settings.engines.names(settings.paths.run_dir)))
     facts = {"gen_ai.request.model": settings.name, "weightsync.engine": engines}

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from safetensors.torch import save_file
 
 from tests.support.scraped import scraped
-from tests.support.traced import Collector, children, named
+from tests.support.traced import Collector, Span, children, named
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import Client
@@ -133,6 +133,23 @@ def test_a_version_is_one_trace_from_the_push_to_both_ranks(
     assert int(apply["attributes"]["weightsync.version"]) == version
     assert _logged(server, "apply.done", trace_id), "the log names the same trace"
     assert len(_logged(server, "audit.call", trace_id)) >= 4, "and so does the audit"
+
+
+def test_a_call_for_what_is_live_lies_below_the_push(client: Client, collector: Collector) -> None:
+    with _training() as trace_id:
+        version = client.push(_tensors(12)).version
+    for _ in range(3):
+        client.apply(version)
+
+    def whole(spans: list[Span]) -> bool:
+        return _WHOLE(spans) and len(named(spans, f"{_RPC}/ApplyVersion")) == 3
+
+    spans = collector.trace(trace_id, whole)
+    # One that began as a delta and went on in full is the last of two.
+    push, (apply,) = named(spans, "push")[-1], named(spans, "apply")
+    first, *others = named(spans, f"{_RPC}/ApplyVersion")
+    assert first["parent"] == apply["span_id"]
+    assert [one["parent"] for one in others] == [push["span_id"]] * 2, "there is no other apply"
 
 
 def test_calls_have_the_attributes_of_rpcs_and_the_server_its_own(
@@ -310,11 +327,21 @@ def test_without_a_collector_all_goes_on_and_what_is_lost_is_counted(
         assert not [one for one in lines if one["logger"].startswith("opentelemetry")]
 
 
-def test_wrong_variables_are_one_sentence_at_the_start(folder: Path) -> None:
-    home = folder / "w"
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon", "PROTOCOL is 'carrier-pigeon'"),
+        # OpenTelemetry reads it when it is imported.
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "abc", "COUNT_LIMIT must be .* but got abc"),
+    ],
+)
+def test_wrong_variables_are_one_sentence_at_the_start(
+    folder: Path, name: str, value: str, said: str
+) -> None:
+    home = folder / name[-5:]
     home.mkdir()
-    server = _server(home, {"OTEL_EXPORTER_OTLP_PROTOCOL": "carrier-pigeon"})
-    with pytest.raises(RuntimeError, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'carrier-pigeon'"):
+    server = _server(home, {name: value})
+    with pytest.raises(RuntimeError, match=said):
         server.start()
     assert "Traceback" not in server.log
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from playwright.sync_api import expect
 
@@ -25,6 +27,7 @@ from tests.support.several_engines import engine_host
 from weightsync_client import ApplyKind, ClientError
 from weightsync_server.coordination import open_register
 from weightsync_server.fleet.fleet_settings import FleetLimits
+from weightsync_server.http.status_page import EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,6 +41,8 @@ pytestmark = pytest.mark.timeout(170)
 
 _HOSTILE = '<img src="/x" onerror="alert(1)"><script>alert(2)</script>'
 _MEMBERS = 64
+#: Pages that may be open at once.
+_MOST = 32
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +243,25 @@ def test_an_open_push_is_shown_and_a_server_that_went_is_found_again(site: Site)
     finally:
         server.process.send_signal(signal.SIGCONT)
     expect(page.locator("#connection")).to_have_text("Connected; what is shown is live")
+
+
+def test_a_page_that_is_one_too_many_says_so_and_is_shown_later(
+    browser: Browser, tmp_path: Path
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/"
+    server = FollowingServer(tmp_path, "--http", f"127.0.0.1:{port}")
+    with server.running(), contextlib.ExitStack() as others:
+        for _ in range(_MOST):
+            stream = others.enter_context(httpx.stream("GET", url + EVENTS[1:], trust_env=False))
+            assert stream.status_code == 200
+        with open_page(browser, url) as page:
+            connection = page.locator("#connection")
+            expect(connection).to_contain_text(
+                "Refused: close a status page that is open elsewhere"
+            )
+            others.close()
+            expect(connection).to_have_text("Connected; what is shown is live")
 
 
 def test_two_hundred_versions_and_names_that_a_trainer_chose(browser: Browser) -> None:

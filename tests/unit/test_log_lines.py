@@ -95,6 +95,9 @@ async def test_a_task_keeps_what_it_was_started_in() -> None:
     [
         (f"00-{_TRACE}-b7ad6b7169203331-01", _TRACE),
         (f"cc-{_TRACE}-b7ad6b7169203331-01-more", _TRACE),
+        (f"cc-{_TRACE}-b7ad6b7169203331-01more", ""),
+        (f"00-{_TRACE}-b7ad6b7169203331-01-more", ""),
+        (f"00-{_TRACE}-b7ad6b7169203331-01x", ""),
         ("", ""),
         (f"ff-{_TRACE}-b7ad6b7169203331-01", ""),
         (f"00-{'0' * 32}-b7ad6b7169203331-01", ""),

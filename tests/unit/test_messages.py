@@ -52,4 +52,6 @@ def test_messages_of_helpers_constants_and_logs_are_found() -> None:
     assert any(kind == "SHARD_INVALID" and "shard header" in text for kind, text in kinds)
     assert any(kind == "critical" and "is violated" in text for kind, text in kinds)
     assert any(kind == "UNAUTHENTICATED" or "no valid token" in text for kind, text in kinds)
+    # Short ones, of a word and a value.
+    assert {("info", "read %s again"), ("info", "engine %s appears")} <= kinds
     assert all(text == " ".join(text.split()) for _, text in kinds)

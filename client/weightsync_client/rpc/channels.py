@@ -47,10 +47,11 @@ def current_span() -> str:
 
     OpenTelemetry is asked only where the program has imported it.
     """
-    trace = sys.modules.get("opentelemetry.trace")
-    if trace is None:
+    # It is there already, without its functions, while another thread imports it.
+    get = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
+    if get is None:
         return ""
-    found = trace.get_current_span().get_span_context()
+    found = get().get_span_context()
     if not found.is_valid:
         return ""
     return f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"

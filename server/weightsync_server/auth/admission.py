@@ -140,8 +140,9 @@ class Admission:
 
 
 def _traceparent(proofs: Proofs) -> str:
-    """Return what names the caller's trace; "": it has none."""
-    return str(next((value for key, value in proofs.headers if key == "traceparent"), ""))
+    """Return what names the caller's trace; "": it has none, or names several."""
+    found = [value for key, value in proofs.headers if key == "traceparent"]
+    return str(found[0]) if len(found) == 1 else ""
 
 
 def _is_forwarded(proofs: Proofs) -> bool:

@@ -115,8 +115,10 @@ class ApplyHistory:
         finally:
             entry.took.CopyFrom(duration(time.perf_counter() - began))
             self.add(entry)
-            # A controller may ask for what is live again and again.
-            if work is not None and entry.result != pb.APPLY_RESULT_ALREADY_LIVE:
+            if work is not None and entry.result == pb.APPLY_RESULT_ALREADY_LIVE:
+                # A controller may ask for what is live again and again.
+                work.drop()
+            elif work is not None:
                 work.end(_traced_facts(entry), entry.reason)
 
     def add(self, entry: pb.ApplyRecord) -> None:

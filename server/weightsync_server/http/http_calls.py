@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.auth.admission import Admission, Proofs
 from weightsync_server.auth.audit import noting
 from weightsync_server.auth.caller import AskedRequests, Caller, UseCase
+from weightsync_server.auth.principals import EVERYBODY
 
 if TYPE_CHECKING:
     from weightsync_server.http.http_server import HttpRequest
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 _PROOFS = ("authorization", "forwarded", "traceparent")
 #: Kinds of alternative names in a certificate, as `ssl` calls them, that gRPC tells as well.
 _NAMES = ("DNS", "URI", "IP Address", "email")
+#: What a Host header may be that no site can have chosen.
+_ADDRESS = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?", re.IGNORECASE)
 
 
 class HttpCalls:
@@ -34,8 +38,21 @@ class HttpCalls:
         self._admission = admission
 
     def permit(self, sender: HttpRequest, methods: Sequence[str]) -> None:
-        """Refuse who may not call all of the methods: half of a verb is done for nobody."""
-        self._admission.permit(_proofs(sender), methods, sender.path)
+        """Refuse who may not call all of the methods: half of a verb is done for nobody.
+
+        Refused is also a GET of who has proved nothing and asks for a host by a name: any site may
+        give this address a name, and its page could read the answer (DNS rebinding). With every
+        other method browsers send an Origin header.
+        """
+        principal = self._admission.permit(_proofs(sender), methods, sender.path)
+        if principal is EVERYBODY and sender.method in ("GET", "HEAD") and not sender.certificate:
+            for host in sender.values("host"):
+                if not _ADDRESS.fullmatch(host):
+                    raise WeightSyncError(
+                        Reason.PERMISSION_DENIED,
+                        f"ask for this by an address or as localhost, not as {host[:64]!r}; for "
+                        "other names start the server with --authority FILE",
+                    )
 
     def knows(self, sender: HttpRequest) -> bool:
         try:

@@ -114,6 +114,8 @@ def read_fields(request: HttpRequest, *, may_be_empty: bool) -> dict[str, Any]:
     if request.body.strip() or not may_be_empty:
         try:
             fields = json.loads(request.body)
+            # An escape may stand for half a character, which no message of a call can hold.
+            json.dumps(fields, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             fields = None
     if not isinstance(fields, dict):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -73,10 +72,6 @@ _MOST, _VERSIONS, _APPLIES = 32, 200, 20
 _LOOK_S, _FLEET_S, _AGAIN_S = 1.0, 3.0, 10.0
 
 
-#: What a Host header may be that no site can have chosen.
-_ADDRESS = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?", re.IGNORECASE)
-
-
 class _Part(NamedTuple):
     """A part of what pages show, as an event; `revision` rises with each change of any."""
 
@@ -114,7 +109,6 @@ class StatusPage:
 
     async def _open(self, request: HttpRequest, fields: Mapping[str, Any]) -> HttpReply:
         refuse_unknown(fields, ())
-        _refuse_other_names(request)
         # Counts into the caller's rate and into the metrics, as any look does.
         await self._calls.call(GET_STATUS, pb.GetStatusRequest(), request)
         if len(self._followers) >= _MOST:
@@ -127,13 +121,18 @@ class StatusPage:
         if not self._followers:
             self._start()
         self._followers.add(follower)
-        return HttpReply(HTTPStatus.OK, b"", "text/event-stream", _HEADERS, follower)
+        # nginx would keep events until it has some kilobytes of them.
+        headers = (*_HEADERS, ("X-Accel-Buffering", "no"))
+        return HttpReply(HTTPStatus.OK, b"", "text/event-stream", headers, follower)
 
     def leave(self, follower: _Follower) -> None:
         if self._followers == {follower}:
-            for task in self._looking:
-                task.cancel()
+            self._look_no_more()
         self._followers.discard(follower)
+
+    def _look_no_more(self) -> None:
+        for task in self._looking:
+            task.cancel()
 
     async def wait(self) -> bool:
         """Return whether anything has changed before the silence became too long."""
@@ -161,6 +160,7 @@ class StatusPage:
         if not task.cancelled():
             logger.error("the status page could not be read", exc_info=task.exception())
             # Their pages open others, for which all of it is begun anew.
+            self._look_no_more()
             followers, self._followers = self._followers, set()
             for follower in followers:
                 follower.end()
@@ -260,21 +260,6 @@ class _Follower:
     async def aclose(self) -> None:
         self._ended = True
         self._page.leave(self)
-
-
-def _refuse_other_names(request: HttpRequest) -> None:
-    """Refuse who proves nothing and asks for a host by a name that any site may give this address.
-
-    A page of that site would be let read what is answered: DNS rebinding.
-    """
-    proved = request.values("authorization") or request.certificate
-    for host in () if proved else request.values("host"):
-        if not _ADDRESS.fullmatch(host):
-            raise WeightSyncError(
-                Reason.PERMISSION_DENIED,
-                f"open the page by an address or as localhost, not as {host[:64]!r}; for other "
-                "names start the server with --authority FILE",
-            )
 
 
 def _encoded(name: str, message: Any) -> bytes:

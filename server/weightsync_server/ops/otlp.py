@@ -11,7 +11,9 @@ from typing import Any
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.environment_variables import (
+    OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
     OTEL_BSP_MAX_QUEUE_SIZE,
+    OTEL_BSP_SCHEDULE_DELAY,
     OTEL_EXPORTER_OTLP_ENDPOINT,
     OTEL_EXPORTER_OTLP_PROTOCOL,
     OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
@@ -27,14 +29,15 @@ from weightsync import __version__
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import event
 from weightsync_server.ops.tasks import in_thread
-from weightsync_server.ops.traces import TracedPhase
+from weightsync_server.ops.traces import TracedPhase, refusing_variables
 
 logger = logging.getLogger(__name__)
 
 #: What the libraries say of a collector that is away, each time; `_Exporter` says it once.
 _TALKATIVE = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
-#: Spans that wait to be sent, as OpenTelemetry has it where its variable is not set.
-_QUEUE = 2048
+#: Spans that wait to be sent, those in one sending, and milliseconds between two, as OpenTelemetry
+#: has it where its variables are not set.
+_QUEUE, _BATCH, _DELAY_MS = 2048, 512, 5000
 #: Attributes that are not ours alone keep their names.
 _COMMON = ("rpc.",)
 
@@ -59,16 +62,11 @@ class OtlpSpans:
     ) -> None:
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        try:
+        with refusing_variables():
             self._exporter = _Exporter(exporter or _made_exporter(), on_drop)
             processor = _BoundedProcessor(self._exporter, on_drop)
             # Not at the exit of the process, which would wait for a collector that is away.
             self._provider = TracerProvider(resource=_resource(facts), shutdown_on_exit=False)
-        except ValueError as error:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID,
-                f"set OpenTelemetry's variables (OTEL_...) right, or leave out --traces: {error}",
-            ) from error
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("weightsync", __version__)
 
@@ -129,8 +127,11 @@ class _BoundedProcessor(BatchSpanProcessor):
     """Drops spans, and counts them, while as many wait as may."""
 
     def __init__(self, exporter: _Exporter, on_drop: Callable[[int], None]) -> None:
-        most = int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE) or _QUEUE)
-        super().__init__(exporter, max_queue_size=most)
+        most = _count(OTEL_BSP_MAX_QUEUE_SIZE, _QUEUE)
+        # No more are sent at once than may wait, which OpenTelemetry would refuse.
+        batch = min(most, _count(OTEL_BSP_MAX_EXPORT_BATCH_SIZE, _BATCH))
+        delay_ms = _count(OTEL_BSP_SCHEDULE_DELAY, _DELAY_MS)
+        super().__init__(exporter, most, delay_ms, batch)
         self._most, self._given, self._on_drop = most, 0, on_drop
         self._taker = exporter
 
@@ -212,6 +213,14 @@ def _resource(facts: Mapping[str, str]) -> Resource:
     given = OTELResourceDetector().detect().attributes
     own = {"service.name": "weightsync-server", "service.version": __version__, **facts}
     return Resource.create({name: value for name, value in own.items() if name not in given})
+
+
+def _count(name: str, default: int) -> int:
+    value = os.environ.get(name, "").strip() or str(default)
+    if not (value.isascii() and value.isdecimal() and 0 < int(value[:20]) < 1 << 31):
+        msg = f"{name} is {value[:64]!r}, and must be a whole number from 1 to 2147483647"
+        raise ValueError(msg)
+    return int(value)
 
 
 def _endpoint() -> str:

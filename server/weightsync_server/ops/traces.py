@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from weightsync import clock
-from weightsync.errors import WeightSyncError
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import note, trace_id, traceparent
 
 #: Phases and ranks of one push or apply that become spans; the rest is left out.
@@ -86,6 +86,21 @@ _call: ContextVar[_Call | None] = ContextVar("weightsync_traced_call", default=N
 _work: ContextVar[Work | None] = ContextVar("weightsync_traced_work", default=None)
 
 
+@contextlib.contextmanager
+def refusing_variables() -> Iterator[None]:
+    """Refuse as REQUEST_INVALID what OpenTelemetry raises for its variables, also when imported."""
+    try:
+        yield
+    except (WeightSyncError, ImportError):
+        raise
+    except Exception as error:
+        # Not all that its exporters raise is a ValueError.
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"set OpenTelemetry's variables (OTEL_...) right, or leave out --traces: {error}",
+        ) from error
+
+
 def take_over(header: str) -> None:
     """Have this task, and those that it starts, serve a call with this `traceparent` header."""
     parent = traceparent(header)
@@ -108,7 +123,7 @@ class Work:
     def __init__(self, spans: SpanMaker, name: str, caller: str) -> None:
         self._spans, self._caller = spans, caller
         self._span: OpenSpan | None = None
-        self._named = ""
+        self._named = self._above = ""
         self._whole = TracedPhase(name, clock.wall_ns())
         self._count = 0
 
@@ -129,7 +144,7 @@ class Work:
             elif mine:
                 links = [mine]
             self._span = self._spans.begin(self._whole.name, self._whole.began_ns, parent, links)
-            self._named = self._span.traceparent
+            self._named, self._above = self._span.traceparent, parent
         self.join()
         return self._named
 
@@ -142,6 +157,12 @@ class Work:
         if call is not None and not call.parent:
             call.parent = self._named
         note(trace_id=trace_id(self._named))
+
+    def drop(self) -> None:
+        """Have no span after all; the call that has joined it lies where it would have."""
+        call = _call.get()
+        if call is not None and self._named and call.parent == self._named:
+            call.parent = self._above
 
     def add(self, phase: TracedPhase) -> None:
         self._count += 1 + len(phase.parts)

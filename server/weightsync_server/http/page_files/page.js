@@ -407,7 +407,8 @@ function ask(why) {
   return new Promise((given) => (wake = given));
 }
 
-// Follows the stream once; returns seconds until the next attempt.
+const AWAY = "The server does not answer; what is shown is from before. Trying again";
+// Follows the stream once; returns seconds until the next attempt, and what to say until then.
 async function follow() {
   const token = sessionStorage.getItem(TOKEN);
   following = new AbortController();
@@ -417,33 +418,32 @@ async function follow() {
     const { error, reason } = await reply.json();
     if (["UNAUTHENTICATED", "PERMISSION_DENIED"].includes(reason)) {
       await ask(token || reason === "PERMISSION_DENIED" ? `The server refused ${token ? "the token" : "this page"}: ${error}.` : "This server takes a token with the role read.");
-      return 0;
+      return [0, ""];
     }
-    say(`Refused: ${error}`);
-    return Number(reply.headers.get("Retry-After")) || 5;
+    return [Number(reply.headers.get("Retry-After")) || 5, `Refused: ${error}. Trying again`];
   }
   find("access").hidden = true;
   for (const name of Object.keys(parts)) delete parts[name];
   find("fleet-section").hidden = true;
   say("Connected; what is shown is live");
   for await (const [name, data] of events(reply.body)) {
-    if (name === "refused") return 0;
+    if (name === "refused") return [0, ""];
     take(name, data);
   }
-  return 1;
+  return [1, AWAY];
 }
 
 async function run() {
   for (let failed = 0; ; ) {
-    let pause;
+    let pause, text;
     try {
-      pause = await follow();
+      [pause, text] = await follow();
       failed = 0;
     } catch {
-      pause = Math.min(10, 2 ** failed++);
+      [pause, text] = [Math.min(10, 2 ** failed++), AWAY];
     }
     if (document.hidden) say("Not followed while this tab is hidden");
-    else if (pause) say("The server does not answer; what is shown is from before. Trying again");
+    else if (pause) say(text);
     if (document.hidden || pause) await new Promise((over) => {
       wake = over;
       if (!document.hidden) setTimeout(over, pause * 1e3);

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 
 from weightsync_client import Access, InvalidError
@@ -65,4 +68,13 @@ def test_calls_name_the_span_of_a_program_that_uses_opentelemetry() -> None:
         found = span.get_span_context()
         named = f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"
         assert [*link.metadata] == [authority, ("traceparent", named)]
+    assert not Link("unix:/s", Access(token="")).metadata
+
+
+def test_a_program_that_is_importing_opentelemetry_names_no_span(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "opentelemetry.trace"
+    # As Python has it until the module has run.
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert not Link("unix:/s", Access(token="")).metadata

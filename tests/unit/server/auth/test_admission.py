@@ -12,7 +12,9 @@ from weightsync_server.auth.admission import Admission, Proofs
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.principals import EVERYBODY, AuthorityFile, new_token, token_hash
 from weightsync_server.auth.roles import Endpoint, Role
+from weightsync_server.ops import traces
 from weightsync_server.ops.metrics import Metrics
+from weightsync_server.usecases.methods import GET_STATUS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,3 +56,11 @@ def test_what_was_passed_on_is_its_sender_s(tmp_path: Path) -> None:
 def test_a_socket_with_a_role_stands_for_it_in_any_case() -> None:
     gate = _gate(Endpoint("unix:/x", Role.TRAIN))
     assert gate.identify(_proofs(_FORWARDED)).roles == {Role.TRAIN}
+
+
+def test_a_call_that_names_two_spans_names_none() -> None:
+    gate = _gate(Endpoint("127.0.0.1:1"))
+    first, second = (("traceparent", f"00-{digit * 32}-{digit * 16}-01") for digit in "12")
+    for headers, found in (((first,), first[1]), ((first, second), ""), ((), "")):
+        gate.admit(_proofs(*headers), GET_STATUS)
+        assert traces.caller() == found

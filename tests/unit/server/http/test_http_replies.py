@@ -5,7 +5,8 @@ import json
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.http.http_messages import refusal
+from weightsync_server.http.http_messages import read_fields, refusal
+from weightsync_server.http.http_server import HttpRequest
 
 #: What the caller has to change; everything else may be good a moment later.
 _CALLERS = {
@@ -53,3 +54,15 @@ def test_what_a_trainer_s_class_has_raised_is_shown() -> None:
         "traceback": "Traceback ...",
         "version": "7",
     }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [rb'{"a": "\ud800"}', rb'{"\udfff": 1}', rb'{"a": [{"b": "x\ud83dx"}]}', b'{"a": "\xff"}'],
+)
+def test_half_a_character_is_refused_as_no_text(body: bytes) -> None:
+    with pytest.raises(WeightSyncError, match="one JSON object in UTF-8") as caught:
+        read_fields(HttpRequest("POST", "/x", body=body), may_be_empty=True)
+    assert caught.value.reason is Reason.REQUEST_INVALID
+    whole = HttpRequest("POST", "/x", body=rb'{"a": "\ud83d\ude00"}')
+    assert read_fields(whole, may_be_empty=True) == {"a": "\U0001f600"}

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.support.secured import authority_text
 from weightsync.errors import EXPLANATIONS
@@ -36,9 +38,7 @@ _FILES = ("/", "/page.css", "/page.js")
 class Site:
     """A server in this process; `looks` counts how often its status was read."""
 
-    def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, open_to_all: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, kind: str = "") -> None:
         self.looks = 0
         self.tokens = {role: new_token() for role in ("read", "push", "member")}
         self._authority = folder / "authority.toml"
@@ -50,7 +50,7 @@ class Site:
         values: dict[str, Any] = {
             "engine": ["none"],
             "listen": [self.address],
-            "authority": None if open_to_all else self._authority,
+            "authority": None if kind == "open to all" else self._authority,
             "run_dir": folder,
             "state_dir": folder / "state",
             "store": "memory://",
@@ -59,6 +59,11 @@ class Site:
             "same_host": False,
             "fetchers": 1,
         }
+        if kind == "member":
+            model = folder / "model.safetensors"
+            save_file({"w": np.zeros(4, np.float32)}, model)
+            values |= {"engine": ["memory"], "model": str(model)}
+            values |= {"fleet": "f", "fleet_member": "a", "fleet_register": folder.as_uri()}
         self.app = App(Flags(**values).tree)
         make, open_door, look = StatusPage.__init__, HttpApi.__init__, StatusSource.__call__
 
@@ -115,6 +120,7 @@ class Site:
         async with self.get(EVENTS, role) as answer:
             assert answer.status_code == 200
             assert answer.headers["content-type"] == "text/event-stream"
+            assert answer.headers["x-accel-buffering"] == "no", "else a proxy keeps what comes"
             yield _events(answer)
 
 
@@ -145,7 +151,7 @@ async def site(
     monkeypatch.setattr(app_module, "tune_process", lambda: None)
     monkeypatch.setattr(status_page, "_LOOK_S", 0.05)
     with tempfile.TemporaryDirectory(prefix="wsh") as name:
-        site = Site(Path(name), monkeypatch, open_to_all=hasattr(request, "param"))
+        site = Site(Path(name), monkeypatch, kind=getattr(request, "param", ""))
         await site.app.start()
         try:
             yield site
@@ -189,15 +195,21 @@ async def test_only_the_files_are_public(site: Site) -> None:
 
 
 @pytest.mark.parametrize("site", ["open to all"], indirect=True)
-async def test_a_site_that_gives_this_address_a_name_reads_nothing(site: Site) -> None:
+@pytest.mark.parametrize("path", [EVENTS, "/v1/weightsync/applies"])
+async def test_a_site_that_gives_this_address_a_name_reads_nothing(site: Site, path: str) -> None:
     for host in ("127.0.0.1:8551", "[::1]:8551", "localhost:9", "LOCALHOST"):
-        async with site.get(EVENTS, host=host) as answer:
+        async with site.get(path, host=host) as answer:
             assert answer.status_code == 200, host
     for host in ("evil.test", "evil.test:8551", "localhost.evil.test", "127.0.0.1.evil.test", "["):
-        async with site.get(EVENTS, host=host) as answer:
-            refused = json.loads(await answer.aread())
-        assert answer.status_code == 403, host
-        assert refused["error"].startswith("open the page by an address or as localhost")
+        # Its page may send any token, which proves nothing where the server knows of none.
+        for proof in ({}, {"authorization": "Bearer x"}):
+            async with site.get(path, host=host, **proof) as answer:
+                refused = json.loads(await answer.aread())
+            assert answer.status_code == 403, host
+            assert refused["error"].startswith("ask for this by an address or as localhost")
+    for public in _FILES:
+        async with site.get(public, host="evil.test") as answer:
+            assert answer.status_code == 200, "it holds no data"
 
 
 async def test_who_proves_a_role_may_use_any_name(site: Site) -> None:
@@ -288,6 +300,20 @@ async def test_a_look_that_fails_ends_the_streams_and_the_next_begins_anew(
     assert "the status page could not be read" in caplog.text
     async with site.events() as events:
         await _until(events, "applies")
+
+
+@pytest.mark.parametrize("site", ["member"], indirect=True)
+async def test_nothing_looks_on_after_a_look_that_failed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with site.events() as events:
+        await _until(events, "fleet")
+        looking = [task for task in asyncio.all_tasks() if task.get_name() == "status-page"]
+        assert len(looking) == 2, "one at the fleet"
+        monkeypatch.setattr(StatusPage, "_status", lambda _: 1 / 0)
+        assert "refused" not in {name async for name, _ in events}
+    async with asyncio.timeout(30):
+        await asyncio.wait(looking)
 
 
 async def test_the_end_of_the_server_ends_the_streams(site: Site) -> None:

@@ -226,15 +226,30 @@ async def test_a_collector_that_is_stuck_holds_up_nothing_and_the_end_for_a_whil
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("OTEL_EXPORTER_OTLP_PROTOCOL", "x"), ("OTEL_BSP_MAX_QUEUE_SIZE", "many")],
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "x"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "x"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "0"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "9" * 30),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "-1"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "1.5"),
+    ],
 )
 def test_wrong_variables_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(WeightSyncError, match="set OpenTelemetry's variables") as caught:
+    with pytest.raises(WeightSyncError, match=f"set OpenTelemetry's variables.*{name}") as caught:
         OtlpSpans({}, lambda _: None)
     assert caught.value.reason is Reason.REQUEST_INVALID
+
+
+async def test_as_few_spans_may_wait_as_its_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
+    site = _Site()
+    Work(site.spans, "push", "").end({})
+    assert await site.sent()
 
 
 async def test_variables_of_the_server_win(monkeypatch: pytest.MonkeyPatch) -> None:
