@@ -69,7 +69,8 @@ class HttpApi:
             tls=tls,
         )
         self.port: int = self._endpoint.port
-        self.url = f"{'https' if tls else 'http'}://{host}:{self.port}"
+        shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        self.url = f"{'https' if tls else 'http'}://{shown}:{self.port}"
 
     async def drain(self, grace_s: float) -> None:
         """Let nobody in any more; what is under way gets so many seconds, then it ends."""

@@ -242,3 +242,12 @@ async def test_two_that_answer_one_path_are_refused(door: Door) -> None:
     for sources, more in (([Mine()], [others]), ([Mine(), Mine()], []), ([], [others, others])):
         with pytest.raises(WeightSyncError, match="two answer /mine"):
             HttpApi("127.0.0.1", 0, None, door.calls, sources, more, print)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_the_address_of_a_door_on_ipv6_can_be_opened(door: Door, host: str) -> None:
+    api = HttpApi(host, 0, None, door.calls, [], [], lambda: None)
+    try:
+        assert api.url == f"http://[::1]:{api.port}"
+    finally:
+        await api.drain(0)
