@@ -231,13 +231,15 @@ class ListenerSettings:
         """Refuse with ValueError, at `others` too, what a stranger could reach and use."""
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
             raise ValueError("tls_cert and tls_key go together, and tls_client_ca needs both")
-        for endpoint in [*self.endpoints, *others]:
+        own = self.endpoints
+        for endpoint in [*own, *others]:
             if is_private(endpoint.address):
                 continue
             if not self.tls_cert:
+                private = "127.0.0.1:PORT or unix:PATH" if endpoint in own else "127.0.0.1:PORT"
                 raise ValueError(
                     f"{endpoint.address} can be reached from other hosts; give --tls-cert and "
-                    "--tls-key, or listen on 127.0.0.1:PORT or unix:PATH"
+                    f"--tls-key, or listen on {private}"
                 )
             if not self.authority:
                 raise ValueError(

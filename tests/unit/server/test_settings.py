@@ -259,8 +259,11 @@ def test_metrics_without_host_or_port_are_named(metrics: str) -> None:
 
 @pytest.mark.parametrize("http", ["0.0.0.0:8551", "[::]:8551", ":8551", "10.0.0.1:0", "example:1"])
 def test_http_for_other_hosts_takes_tls_and_authority(http: str) -> None:
-    with pytest.raises(ValidationError, match="reached from other hosts; give --tls-cert"):
+    with pytest.raises(
+        ValidationError, match="reached from other hosts; give --tls-cert"
+    ) as caught:
         _made(http=http)
+    assert "unix:" not in str(caught.value).partition("[type=")[0], "it takes none"
     tls = {"tls_cert": "/c", "tls_key": "/k"}
     with pytest.raises(ValidationError, match="without authentication; give --authority"):
         _made(http=http, **tls)
