@@ -319,10 +319,7 @@ def test_two_runs_are_told_of_each_other_and_an_epoch_keeps_the_second_out(
         assert (mine.runs_alternate, mine.other_version) == (True, before + 1)
         assert "two trainers push: run " in server.log
         (warned,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        assert (
-            f"version {before + 1} was fetched from another run, {mine.other_run}, between"
-            in warned
-        )
+        assert f"version {before + 1} is from another run, {mine.other_run}, between" in warned
         assert (
             "between versions of this run; stop one of them, or have the right one call" in warned
         )
