@@ -188,8 +188,16 @@ async def test_what_was_said_of_another_plan_of_that_number_does_not_count(
     view = fleet.members["a"].view
     await until(lambda: (1, ApplyPhase.DONE) in view.said)
     with monkeypatch.context() as held:
-        # It reads neither in between.
-        held.setattr(view, "_read_once", lambda: asyncio.sleep(0.01, 0.01))
+        idle = asyncio.Event()
+
+        async def read_nothing() -> float:
+            idle.set()
+            return await asyncio.sleep(0.01, 0.01)
+
+        # It reads neither in between, once a reading that is under way has ended.
+        held.setattr(view, "_read_once", read_nothing)
+        view.look()
+        await idle.wait()
         put_back(fleet, {})
         limits = replace(LIMITS, prepare_s=3.0)
         applying = asyncio.create_task(
