@@ -38,6 +38,8 @@ _FAILED = 1
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
 #: For the tests of one plant, and for those of all when no bug is planted.
 _TIMEOUT_S, _ALL_TIMEOUT_S = 600, 3600
+#: What stands in the output of a test that was ended, and pytest with it, because it hung.
+_HUNG = "+ Timeout +"
 _SHOWN = 2000
 
 
@@ -83,7 +85,9 @@ def _run(tree: Path, tests: Iterable[str], timeout_s: float) -> tuple[int, str]:
         # A plant may leave size and second of a file as they were, by which bytecode is judged.
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    flags = ["-x", "-q", "--tb=line", "--timeout=30", "-p", "no:cacheprovider"]
+    # By a thread, because an event loop may drop what a signal raises in one of its callbacks.
+    flags = ["-x", "-q", "--tb=line", "--timeout=30", "--timeout-method=thread"]
+    flags += ["-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, *tests],
         cwd=tree,
@@ -113,6 +117,8 @@ def try_plant(plant: Plant, tree: Path) -> Outcome:
             failure = _FAILURE.search(output)
             if answer == _FAILED and failure is not None:
                 by = failure[1]
+            elif answer == _FAILED and _HUNG in output:
+                by = f"one of {', '.join(plant.tests)}, which hung"
             elif answer:
                 problem = f"(pytest could not run: {answer})\n{output[-_SHOWN:]}"
     return Outcome(plant, by, time.monotonic() - begin, problem)
