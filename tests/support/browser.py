@@ -72,6 +72,7 @@ def _is_fault(line: Any) -> bool:
 def take_screenshot(page: Page, name: str) -> None:
     """Write what is seen into the folder of the variable, if that is set, in a few colors."""
     if folder := os.environ.get(SCREENSHOTS):
+        page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
         picture = Image.open(BytesIO(page.screenshot(animations="disabled")))
         picture.quantize(_COLORS).save(Path(folder) / f"{name}.png", optimize=True)
 
