@@ -309,6 +309,8 @@ def test_a_fenced_engine_is_paused_once_more_to_compute_anew_what_it_kept(
     )
     asker.start()
     _wait_for(lambda: bench.client.health().requests == 1)
+    # Of one that still waits in vLLM's queue nothing is kept, so that nothing is computed anew.
+    _wait_for(lambda: _counted(bench, "vllm:num_requests_running") == 1)
     bench.client.fence("it comes late")
     lease = bench.client.pause()
     assert bench.client.health().state == pb.BRIDGE_STATE_FENCED
