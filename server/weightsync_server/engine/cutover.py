@@ -306,7 +306,7 @@ class Cutover:
                 raise WeightSyncError(
                     Reason.ENGINE_AWAY,
                     "apply again: the engine resumed the previous version before the commit "
-                    f"reached it ({error.message}); apply again",
+                    f"reached it ({error.message})",
                     retry_after_s=1.0,
                 ) from error
             return [error.message]
