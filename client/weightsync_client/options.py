@@ -155,8 +155,10 @@ class PauseChoices(TypedDict, total=False):
     Attributes:
         pause: What happens to requests in flight: "keep" (default), "wait" or "abort"; or
             "between_steps": nothing pauses, the ranks change the weights between two steps.
-        cache: What happens to caches: "recompute" (default, exact) or "keep" (shortest gap, and
-            all that there is with "between_steps").
+        cache: Which keys that were computed under the old weights are read afterwards:
+            "recompute": none, requests in flight compute theirs again (default, exact); "keep":
+            those of a request in flight, by itself (shortest gap, default with "between_steps");
+            "share": all, by every request, also by later ones.
         wait_timeout_s: For "wait": how long to wait for requests to finish; server default 30.
         after_wait: For "wait": what to do then, "keep" (default) or "abort".
         idempotency_key: Made for each call by default. A call with the key of another joins it,

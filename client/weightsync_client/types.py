@@ -128,6 +128,8 @@ class EngineStatus:
         rollback_resident: That is in memory, and where versions are loaded, loaded.
         apply_id: Apply in progress; empty: none.
         last_seen: While it is away: when it last answered; None: not since the server started.
+        cache_key: Name under which vLLM caches keys of what is live, the cache salt of a request
+            without one; empty: keys are not kept apart by version.
     """
 
     state: EngineState
@@ -145,6 +147,7 @@ class EngineStatus:
     rollback_resident: bool = False
     apply_id: str = ""
     last_seen: datetime | None = None
+    cache_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +201,15 @@ class PauseMode(enum.StrEnum):
 
 
 class CacheMode(enum.StrEnum):
-    """What happens to caches computed under the old weights."""
+    """Which keys that were computed under the old weights are read afterwards.
+
+    RECOMPUTE: none. KEEP: those of a request in flight, by itself. SHARE: all, by every request.
+    """
 
     UNSPECIFIED = enum.auto()
     RECOMPUTE = enum.auto()
     KEEP = enum.auto()
+    SHARE = enum.auto()
 
 
 class ApplyOutcome(enum.StrEnum):

@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsync.engine import PauseSpec, SwitchOrder
+from weightsync.engine import CacheUse, PauseSpec, SwitchOrder
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
@@ -129,7 +129,7 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     seen["answered_by"] = [await asyncio.to_thread(_answered_by, engine.address)]
     seen["prepared"] = (await _prepare(engine, staging, "b", b))["phase"]
     request = await _begun(engine, 300)
-    lease = await engine.pause(PauseSpec(mode="keep", clear_cache=True), 30)
+    lease = await engine.pause(PauseSpec(mode="keep", cache=CacheUse.RECOMPUTE), 30)
     seen["requests"] = (await engine.health()).requests
     replies = await engine.call_workers("weightsync_commit", {"apply_id": "b"})
     seen["committed"] = replies[0]["content_digest"] == b.content_digest
@@ -141,7 +141,7 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     seen["spans"] = [[span.version, span.start, span.end] for span in spans]
     begin = time.monotonic()
     waiting = await _begun(engine, 400)
-    spec = PauseSpec(mode="wait", clear_cache=False, wait_timeout_s=0.1, after_wait="keep")
+    spec = PauseSpec(mode="wait", cache=CacheUse.KEEP, wait_timeout_s=0.1, after_wait="keep")
     lease = await engine.pause(spec, 30)
     seen["wait_became"] = lease.mode
     seen["wait_s"] = time.monotonic() - begin
@@ -149,12 +149,12 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     await engine.resume(lease.lease_id, 2, b.content_digest)
     seen["kept_tokens"] = len((await waiting).outputs[0].token_ids)
     aborted = await _begun(engine, 400)
-    spec = PauseSpec(mode="wait", clear_cache=True, wait_timeout_s=0.1, after_wait="abort")
+    spec = PauseSpec(mode="wait", cache=CacheUse.RECOMPUTE, wait_timeout_s=0.1, after_wait="abort")
     lease = await engine.pause(spec, 30)
     seen["abort_became"] = lease.mode
     seen["aborted_tokens"] = len((await asyncio.wait_for(aborted, 30)).outputs[0].token_ids)
     await engine.resume(lease.lease_id, 2, b.content_digest)
-    spec = PauseSpec(mode="wait", clear_cache=True, wait_timeout_s=5, after_wait="keep")
+    spec = PauseSpec(mode="wait", cache=CacheUse.RECOMPUTE, wait_timeout_s=5, after_wait="keep")
     lease = await engine.pause(spec, 30)
     seen["idle_wait"] = lease.mode
     await engine.resume(lease.lease_id, 2, b.content_digest)

@@ -242,19 +242,27 @@ class BridgeClient:
         """Write a prepared version."""
         return self.call("commit", apply_id=apply_id)
 
-    def apply(self, version: Version, number: int, *, apply_id: str = "") -> list[dict[str, Any]]:
+    def apply(
+        self, version: Version, number: int, *, apply_id: str = "", **pause: str
+    ) -> list[dict[str, Any]]:
         """Prepare if needed, pause, commit, resume."""
         if not apply_id:
             apply_id, reports = self.prepare(version)
             assert all(report["phase"] == "ready" for report in reports), reports
-        lease = self.pause()
+        lease = self.pause(**pause)
         replies = self.commit(apply_id)
         assert all(r["content_digest"] == version.content_digest for r in replies), replies
         self.resume(lease, number, version.content_digest)
         return replies
 
     def switch(
-        self, version: Version, number: int, apply_id: str, base: Version, base_id: str
+        self,
+        version: Version,
+        number: int,
+        apply_id: str,
+        base: Version,
+        base_id: str,
+        cache: str = "",
     ) -> pb.SwitchResponse:
         """Change from what is served to another prepared version between two steps."""
         request = pb.SwitchRequest(
@@ -264,6 +272,7 @@ class BridgeClient:
             content_digest=version.content_digest,
             base_content_digest=base.content_digest,
             limit=_duration(30.0),
+            cache=cache,
         )
         return self.stub.Switch(request, timeout=120)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 __all__ = [
     "ATTACH",
     "BETWEEN_STEPS",
+    "CACHE_LINEAGE",
     "FENCES_ON_EXPIRY",
     "LAYOUT_CHECK",
     "LIMITS_SERVING",
@@ -18,6 +19,7 @@ __all__ = [
     "READ_AHEAD",
     "VERSION_LOADS",
     "WEIGHT_UPDATES",
+    "CacheUse",
     "Engine",
     "EngineHealth",
     "EngineInfo",
@@ -42,6 +44,9 @@ ATTACH = "attaches"
 
 #: The pause mode that needs no pause, and the capability of engines that know it.
 BETWEEN_STEPS = "between_steps"
+
+#: The capability of engines whose requests read keys of their present version, or their own.
+CACHE_LINEAGE = "cache_lineage"
 
 #: The capability of engines that fence when a pause runs out that says so; others resume.
 FENCES_ON_EXPIRY = "fences_on_expiry"
@@ -137,13 +142,26 @@ class EngineInfo:
     served_model_name: str = ""
 
 
+class CacheUse(enum.StrEnum):
+    """Which keys of the key-value cache are read with new weights.
+
+    RECOMPUTE: None that other weights computed: requests in flight compute theirs again.
+    KEEP: Those of a request in flight, by itself.
+    SHARE: All that are there, by every request.
+    """
+
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+    SHARE = "share"
+
+
 @dataclass(frozen=True)
 class PauseSpec:
     """How to pause.
 
     Attributes:
         mode: `keep`, `wait`, `abort` or `between_steps`, which an engine is not paused for.
-        clear_cache: Whether key-value, prefix and multimodal caches are cleared.
+        cache: Which cached keys are read afterwards.
         wait_timeout_s: For `wait`: seconds until `after_wait` is done instead.
         after_wait: `keep` or `abort`.
         on_expiry: What the engine does when the lease runs out.
@@ -151,7 +169,7 @@ class PauseSpec:
     """
 
     mode: str = "keep"
-    clear_cache: bool = True
+    cache: CacheUse = CacheUse.RECOMPUTE
     wait_timeout_s: float = 30.0
     after_wait: str = "keep"
     on_expiry: OnExpiry = OnExpiry.RESUME
@@ -182,6 +200,7 @@ class SwitchOrder:
         content_digest: Its content digest.
         base_digest: That of `base_id`.
         limit_s: How long a rank waits for the others before it ends itself.
+        cache: Which cached keys are read afterwards.
     """
 
     apply_id: str
@@ -190,6 +209,7 @@ class SwitchOrder:
     content_digest: str
     base_digest: str
     limit_s: float
+    cache: CacheUse = CacheUse.KEEP
 
 
 @dataclass(frozen=True)
@@ -218,6 +238,9 @@ class EngineHealth:
         requests: Requests running or waiting.
         sleeping: Whether vLLM's sleep mode holds it.
         open_apply: As in EngineInfo.
+        cache_key: Name under which keys are cached now; "": they are not kept apart by version.
+        cut_requests: Requests that a switch found with keys, and that keep them for themselves.
+        moved_requests: Requests that waited over a switch.
     """
 
     state: EngineState
@@ -227,6 +250,9 @@ class EngineHealth:
     sleeping: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
     open_apply: OpenApply | None = None
+    cache_key: str = ""
+    cut_requests: int = 0
+    moved_requests: int = 0
 
 
 @dataclass(frozen=True)

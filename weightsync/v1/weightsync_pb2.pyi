@@ -216,9 +216,18 @@ class _CacheModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheMode.V
     CACHE_MODE_UNSPECIFIED: _CacheMode.ValueType  # 0
     """Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS, same as CACHE_MODE_KEEP."""
     CACHE_MODE_RECOMPUTE: _CacheMode.ValueType  # 1
-    """All caches are cleared and requests in flight are prefilled again: exact."""
+    """No key of the old weights is read: requests in flight are prefilled again, which is exact. An
+    engine without the capability cache_lineage clears its caches for it, and takes it with no
+    PAUSE_MODE_BETWEEN_STEPS.
+    """
     CACHE_MODE_KEEP: _CacheMode.ValueType  # 2
-    """Caches are kept: the shortest gap, but old keys are used with new weights."""
+    """A request in flight goes on with the keys that it has, and no other request reads them: the
+    shortest gap. In an engine without the capability cache_lineage, same as CACHE_MODE_SHARE.
+    """
+    CACHE_MODE_SHARE: _CacheMode.ValueType  # 3
+    """Every request reads the keys that are there, those of the old weights included. Not exact, also
+    for requests that come later.
+    """
 
 class CacheMode(_CacheMode, metaclass=_CacheModeEnumTypeWrapper):
     """What happens to key-value and prefix caches computed under the old weights."""
@@ -226,9 +235,18 @@ class CacheMode(_CacheMode, metaclass=_CacheModeEnumTypeWrapper):
 CACHE_MODE_UNSPECIFIED: CacheMode.ValueType  # 0
 """Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS, same as CACHE_MODE_KEEP."""
 CACHE_MODE_RECOMPUTE: CacheMode.ValueType  # 1
-"""All caches are cleared and requests in flight are prefilled again: exact."""
+"""No key of the old weights is read: requests in flight are prefilled again, which is exact. An
+engine without the capability cache_lineage clears its caches for it, and takes it with no
+PAUSE_MODE_BETWEEN_STEPS.
+"""
 CACHE_MODE_KEEP: CacheMode.ValueType  # 2
-"""Caches are kept: the shortest gap, but old keys are used with new weights."""
+"""A request in flight goes on with the keys that it has, and no other request reads them: the
+shortest gap. In an engine without the capability cache_lineage, same as CACHE_MODE_SHARE.
+"""
+CACHE_MODE_SHARE: CacheMode.ValueType  # 3
+"""Every request reads the keys that are there, those of the old weights included. Not exact, also
+for requests that come later.
+"""
 Global___CacheMode: _TypeAlias = CacheMode  # noqa: Y015
 
 class _ApplyOutcome:
@@ -3630,6 +3648,7 @@ class EngineStatus(_message.Message):
     ROLLBACK_RESIDENT_FIELD_NUMBER: _builtins.int
     APPLY_ID_FIELD_NUMBER: _builtins.int
     LAST_SEEN_FIELD_NUMBER: _builtins.int
+    CACHE_KEY_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """Its state."""
     reason: _builtins.str
@@ -3652,6 +3671,10 @@ class EngineStatus(_message.Message):
     """True when that version is in memory and, if versions are loaded by a loader, loaded."""
     apply_id: _builtins.str
     """Apply in progress; empty: none."""
+    cache_key: _builtins.str
+    """Name under which vLLM caches keys of what is live, as of the last look at the engine; it is the
+    cache salt of a request without one. Empty: keys are not kept apart by version.
+    """
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
         """What each rank serves."""
@@ -3688,10 +3711,11 @@ class EngineStatus(_message.Message):
         rollback_resident: _builtins.bool = ...,
         apply_id: _builtins.str = ...,
         last_seen: _timestamp_pb2.Timestamp | None = ...,
+        cache_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "last_seen", b"last_seen", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "name", b"name", "ranks", b"ranks", "reason", b"reason", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "cache_key", b"cache_key", "capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "last_seen", b"last_seen", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "name", b"name", "ranks", b"ranks", "reason", b"reason", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from weightsync.host_dirs import run_dir
+from weightsync.vllm.lineage.cache_key import Lineage
 from weightsync.wire.grpc_channels import is_private
 
 #: Whether linear layers are plain, and whether experts are.
@@ -17,6 +18,12 @@ _PLAIN_VALUES = {
     "0": (False, False),
     "1": (True, True),
     "linear": (True, False),
+}
+_LINEAGES = {
+    "": Lineage.CORE,
+    "1": Lineage.CORE,
+    "admission": Lineage.ADMISSION,
+    "0": Lineage.NONE,
 }
 _UPDATE_TIMEOUT_S = 60.0
 _MAX_UPDATE_TIMEOUT_S = 3600.0
@@ -76,6 +83,7 @@ class EngineSettings:
         update_partial: Whether tensors that such a transfer leaves out stay as they are.
         server_url: weightsync-server's HTTP API; empty: not known.
         server_ca: PEM file of its certificate's authorities; empty: those of this host.
+        cache_lineage: Where cached keys are kept apart by version.
     """
 
     engine_socket: str
@@ -89,6 +97,7 @@ class EngineSettings:
     update_partial: bool = False
     server_url: str = ""
     server_ca: str = ""
+    cache_lineage: Lineage = Lineage.CORE
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None) -> EngineSettings:
@@ -114,6 +123,7 @@ class EngineSettings:
             _switch(env, "WEIGHTSYNC_UPDATE_PARTIAL", default="0"),
             _server_url(env),
             env.get("WEIGHTSYNC_TLS_CA", "").strip(),
+            _lineage(env),
         )
 
 
@@ -123,6 +133,15 @@ def _switch(env: Mapping[str, str], name: str, default: str) -> bool:
         others = {"0": "1 or 0, the default", "1": "1, the default, or 0"}
         raise ValueError(f"{name} is {text!r}; set it to {others[default]}")
     return text == "1"
+
+
+def _lineage(env: Mapping[str, str]) -> Lineage:
+    text = env.get("WEIGHTSYNC_CACHE_LINEAGE", "").strip()
+    if text not in _LINEAGES:
+        raise ValueError(
+            f"WEIGHTSYNC_CACHE_LINEAGE is {text!r}; set it to 1, the default, admission or 0"
+        )
+    return _LINEAGES[text]
 
 
 def _server_url(env: Mapping[str, str]) -> str:

@@ -84,8 +84,9 @@ Cache = Annotated[
     str | None,
     typer.Option(
         "--cache",
-        help="Caches: recompute (exact; default) or keep (shortest gap; the only choice with "
-        "--pause between_steps).",
+        help="Cached keys of the old weights: recompute (requests in flight compute theirs again; "
+        "exact; default), keep (they read their own, and no other request does; default with "
+        "--pause between_steps) or share (every request reads them: not exact).",
     ),
 ]
 Wait = Annotated[

@@ -6,7 +6,7 @@ import datetime as dt
 from collections.abc import Callable
 
 from weightsync import clock
-from weightsync.engine import EngineInfo
+from weightsync.engine import EngineHealth, EngineInfo
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import replies
@@ -29,6 +29,7 @@ class EngineCondition:
         self._metrics = metrics
         self._on_change = on_change
         self._fenced = False
+        self._cache_key = ""
         self.info: EngineInfo | None = None
         self.loaded = ""
         self.state: pb.EngineState.ValueType = pb.ENGINE_STATE_AWAY
@@ -63,6 +64,11 @@ class EngineCondition:
         return (
             "the engine answered again" if self._seen_ns else "this server connected to the engine"
         )
+
+    def note(self, health: EngineHealth) -> None:
+        """Take over what a look at the engine shows of its requests and their keys."""
+        self._cache_key = health.cache_key
+        self._metrics.count_requests(health)
 
     def begin_proof(self) -> None:
         engine_id = self.info.engine_id if self.info is not None else ""
@@ -107,6 +113,7 @@ class EngineCondition:
             ranks=replies.current_ranks(live, loads),
             capabilities=sorted(info.capabilities) if info else [],
             warnings=info.warnings if info else [],
+            cache_key=self._cache_key if info else "",
         )
         if self.owned:
             # It answers, but not to this server.

@@ -230,6 +230,7 @@ class Cutover:
             content_digest=target.digest,
             base_digest=base.digest,
             limit_s=self._timeout_s,
+            cache=plan.spec.cache,
         )
         result.ranks, serves = await self._tried(lambda: self._switched(order, target.record))
         failures = _failures(result.ranks, target.digest)

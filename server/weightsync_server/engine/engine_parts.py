@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
-from weightsync.engine import LIMITS_SERVING, Engine, EngineInfo, PauseSpec
+from weightsync.engine import LIMITS_SERVING, CacheUse, Engine, EngineInfo, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync_server.catalog.record import VersionRecord
@@ -144,7 +144,7 @@ class ServingTime:
     @contextlib.asynccontextmanager
     async def _paused(engine: Engine, lease_s: float, longest_s: float) -> AsyncIterator[str]:
         """Have a lease on an engine that stands still for another reason."""
-        pause = engine.pause(PauseSpec(clear_cache=False), lease_s)
+        pause = engine.pause(PauseSpec(cache=CacheUse.KEEP), lease_s)
         lease = await answered(pause, longest_s, "pause")
         try:
             yield lease.lease_id

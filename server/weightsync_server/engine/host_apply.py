@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync import failpoints
-from weightsync.engine import BETWEEN_STEPS, PauseSpec
+from weightsync.engine import BETWEEN_STEPS, CACHE_LINEAGE, CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import about, event
 from weightsync.v1 import weightsync_pb2 as pb
@@ -605,6 +605,17 @@ def check_ways(
         )
 
 
+def _check_keys(one: LocalEngine, spec: PauseSpec) -> None:
+    recomputes = spec.mode == BETWEEN_STEPS and spec.cache is CacheUse.RECOMPUTE
+    if recomputes and CACHE_LINEAGE not in one.session.info.capabilities:
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            "this engine cannot recompute keys between two steps, because it does not keep keys "
+            "apart by version (WEIGHTSYNC_CACHE_LINEAGE, or an older weightsync release in vLLM); "
+            "use pause.cache KEEP, or pause mode KEEP",
+        )
+
+
 def check_members(members: Sequence[LocalEngine], spec: PauseSpec, *, fences: bool) -> None:
     """Refuse an engine that cannot pause so.
 
@@ -618,6 +629,7 @@ def check_members(members: Sequence[LocalEngine], spec: PauseSpec, *, fences: bo
                 "data parallel ranks, or an older weightsync release in vLLM; use another pause "
                 "mode",
             )
+        _check_keys(one, spec)
         try:
             if fences:
                 one.session.check_fences()

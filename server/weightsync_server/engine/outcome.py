@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from weightsync.engine import PauseSpec
+from weightsync.engine import CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.serving import ServingState
@@ -51,7 +51,7 @@ class PreparedVersion:
     def check_cache(self, spec: PauseSpec) -> None:
         """Refuse to keep a cache that was written with other scales than the version reads by."""
         for report in self.reports:
-            if report.reads_cache_otherwise and not spec.clear_cache:
+            if report.reads_cache_otherwise and spec.cache is not CacheUse.RECOMPUTE:
                 raise WeightSyncError(
                     Reason.ENGINE_UNSUPPORTED,
                     f"use pause.cache RECOMPUTE: version {self.record.version} has different "

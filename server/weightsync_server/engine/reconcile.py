@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from weightsync import failpoints
-from weightsync.engine import EngineState, PauseSpec
+from weightsync.engine import CacheUse, EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import event
 from weightsync.shm.segment_socket import OfferedFile
@@ -300,7 +300,7 @@ class Reconciler:
     async def _label(self, current: PreparedVersion) -> None:
         """Resume on a version, also where the engine generates with it and does not know that."""
         async with contextlib.AsyncExitStack() as stack:
-            await self._stand_still(stack, PauseSpec(clear_cache=False))
+            await self._stand_still(stack, PauseSpec(cache=CacheUse.KEEP))
             await self._session.resume(current)
 
     async def _serve_unproved(self) -> None:

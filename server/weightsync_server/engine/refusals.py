@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from google.protobuf import duration_pb2
 
-from weightsync.engine import BETWEEN_STEPS, PauseSpec
+from weightsync.engine import BETWEEN_STEPS, CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine.worker_reports import Report
@@ -130,6 +130,11 @@ _MODES: Mapping[pb.PauseMode.ValueType, str] = {
     pb.PAUSE_MODE_ABORT: "abort",
     pb.PAUSE_MODE_BETWEEN_STEPS: BETWEEN_STEPS,
 }
+_CACHES: Mapping[pb.CacheMode.ValueType, CacheUse] = {
+    pb.CACHE_MODE_RECOMPUTE: CacheUse.RECOMPUTE,
+    pb.CACHE_MODE_KEEP: CacheUse.KEEP,
+    pb.CACHE_MODE_SHARE: CacheUse.SHARE,
+}
 _MAX_WAIT_S = 3600.0
 
 
@@ -147,15 +152,13 @@ def pause_spec(options: pb.PauseOptions) -> PauseSpec:
             Reason.REQUEST_INVALID,
             "pause.mode must be KEEP, WAIT, ABORT or BETWEEN_STEPS, pause.after_wait KEEP or ABORT",
         )
-    cache_modes = (pb.CACHE_MODE_UNSPECIFIED, pb.CACHE_MODE_RECOMPUTE, pb.CACHE_MODE_KEEP)
-    if options.cache not in cache_modes:
-        raise WeightSyncError(Reason.REQUEST_INVALID, "pause.cache must be RECOMPUTE or KEEP")
-    if mode == BETWEEN_STEPS and options.cache == pb.CACHE_MODE_RECOMPUTE:
+    cache = _CACHES.get(options.cache)
+    if options.cache == pb.CACHE_MODE_UNSPECIFIED:
+        cache = CacheUse.KEEP if mode == BETWEEN_STEPS else CacheUse.RECOMPUTE
+    if cache is None:
         raise WeightSyncError(
-            Reason.REQUEST_INVALID,
-            "pause.cache RECOMPUTE needs a pause; use KEEP with BETWEEN_STEPS, or mode KEEP",
+            Reason.REQUEST_INVALID, "pause.cache must be RECOMPUTE, KEEP or SHARE"
         )
-    keeps = options.cache == pb.CACHE_MODE_KEEP or mode == BETWEEN_STEPS
     wait = options.wait_timeout.ToNanoseconds() / 1e9 if options.HasField("wait_timeout") else 30.0
     if not 0 <= wait <= _MAX_WAIT_S:
         raise WeightSyncError(
@@ -163,7 +166,7 @@ def pause_spec(options: pb.PauseOptions) -> PauseSpec:
         )
     return PauseSpec(
         mode=mode,
-        clear_cache=not keeps,
+        cache=cache,
         wait_timeout_s=wait,
         after_wait=after,
     )
@@ -174,7 +177,7 @@ def pause_options(spec: PauseSpec, mode: str = "") -> pb.PauseOptions:
     modes = {name: mode for mode, name in _MODES.items() if mode}
     return pb.PauseOptions(
         mode=modes[mode or spec.mode],
-        cache=pb.CACHE_MODE_RECOMPUTE if spec.clear_cache else pb.CACHE_MODE_KEEP,
+        cache=next(shown for shown, cache in _CACHES.items() if cache is spec.cache),
         wait_timeout=duration(spec.wait_timeout_s),
         after_wait=modes[spec.after_wait],
     )

@@ -14,6 +14,7 @@ from functools import partial
 from weightsync.engine import (
     FENCES_ON_EXPIRY,
     VERSION_LOADS,
+    CacheUse,
     Engine,
     EngineInfo,
     EngineState,
@@ -206,7 +207,7 @@ class EngineSession:
         health = await self.engine.health()
         if health.state in (EngineState.UNRECONCILED, EngineState.FENCED, EngineState.PAUSED):
             return await self._captured(document, timeout_s)
-        async with self.paused(PauseSpec(mode="keep", clear_cache=False)):
+        async with self.paused(PauseSpec(mode="keep", cache=CacheUse.KEEP)):
             try:
                 return await self._captured(document, timeout_s)
             finally:

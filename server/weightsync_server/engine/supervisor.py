@@ -318,6 +318,7 @@ class EngineSupervisor:
 
     async def _step(self) -> float:
         health = await self.engine.health()
+        self._condition.note(health)
         if health.state is EngineState.DEAD:
             raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or "the engine is dead")
         if self._condition.info is None or health.engine_id != self._condition.info.engine_id:

@@ -35,7 +35,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from weightsync import __version__, clock, failpoints
-from weightsync.engine import PauseSpec
+from weightsync.engine import CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import traceparent
 from weightsync_server.coordination.coordination import (
@@ -104,7 +104,10 @@ def encode_plan(plan: DecisionPlan, parts: int) -> bytes:
     previous, pause = plan.previous, plan.pause
     chosen: dict[str, Any] = {}
     if pause is not None:
-        spec = [pause.mode, pause.clear_cache, pause.wait_timeout_s, pause.after_wait]
+        # A release that does not know SHARE reads no old keys.
+        shares = pause.cache is CacheUse.SHARE
+        cache = str(pause.cache) if shares else pause.cache is CacheUse.RECOMPUTE
+        spec = [pause.mode, cache, pause.wait_timeout_s, pause.after_wait]
         chosen = {"format": _CHOSEN_PAUSE, "pause": spec}
     if plan.clears:
         chosen |= {"format": _CLEARED, "clears": True}
@@ -309,14 +312,17 @@ def decode_roster(roster: Mapping[str, bytes], parts: int) -> tuple[tuple[str, .
     return tuple(tuple(wave) for wave in waves)
 
 
-def _pause(mode: str, clear_cache: bool, wait_timeout_s: float, after_wait: str) -> PauseSpec:  # noqa: FBT001 - as it is written
+def _pause(mode: str, cache: bool | str, wait_timeout_s: float, after_wait: str) -> PauseSpec:  # noqa: FBT001 - as it is written
     if mode not in _PAUSES:
         raise WeightSyncError(
             Reason.NOT_SUPPORTED,
             f"the plan has members pause by {mode!r}, this release knows {', '.join(_PAUSES)}; "
             "update this member, or choose one of them",
         )
-    return PauseSpec(mode, bool(clear_cache), float(wait_timeout_s), str(after_wait))
+    use = CacheUse.RECOMPUTE if cache else CacheUse.KEEP
+    if cache == CacheUse.SHARE:
+        use = CacheUse.SHARE
+    return PauseSpec(mode, use, float(wait_timeout_s), str(after_wait))
 
 
 def _cut(text: str) -> str:

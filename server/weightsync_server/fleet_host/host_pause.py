@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 
-from weightsync.engine import OpenApply, PauseSpec
+from weightsync.engine import CacheUse, OpenApply, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine.engine_set import EngineSet
@@ -156,7 +156,7 @@ class HostPause(TakenHost):
         async def stand(one: LocalEngine) -> None:
             live = one.live.record.version
             open_apply = OpenApply(group.apply_id, live, live)
-            pause = one.session.paused(PauseSpec(clear_cache=False), open_apply)
+            pause = one.session.paused(PauseSpec(cache=CacheUse.KEEP), open_apply)
             try:
                 await self._taken.enter_async_context(pause)
             except BaseException:

@@ -16,7 +16,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from weightsync import __version__, clock
-from weightsync.engine import EngineInfo
+from weightsync.engine import EngineHealth, EngineInfo
 from weightsync.log_lines import event
 from weightsync_server.ops.tasks import DeadlineMonitor
 
@@ -69,6 +69,12 @@ _GAUGES = {
     "weightsync_arena_bytes": "Memory that holds what was loaded beside generation, over all "
     "ranks; 0: nothing is.",
 }
+_REQUESTS = {
+    "weightsync_cache_cut_requests_total": "Requests that an apply found with cached keys, and "
+    "that no other request shares keys with since.",
+    "weightsync_cache_moved_requests_total": "Requests that waited over an apply and read keys of "
+    "the version after it.",
+}
 
 
 class EngineGauges:
@@ -83,6 +89,10 @@ class EngineGauges:
         self.gauges = {
             name: Gauge(name, text, ["model", "engine"], registry=registry)
             for name, text in _GAUGES.items()
+        }
+        self.requests = {
+            name: Counter(name, text, ["model", "engine"], registry=registry)
+            for name, text in _REQUESTS.items()
         }
         self.info = Gauge(
             "weightsync_engine_info",
@@ -102,6 +112,21 @@ class EngineMetrics:
         self._gauges = {
             name: gauge.labels(families.model, engine) for name, gauge in families.gauges.items()
         }
+        self._requests = [
+            counter.labels(families.model, engine) for counter in families.requests.values()
+        ]
+        #: The start of the engine that was counted last, and its counts.
+        self._counted = ("", [0, 0])
+
+    def count_requests(self, health: EngineHealth) -> None:
+        """Add what the engine has counted since this was called last."""
+        counts = [health.cut_requests, health.moved_requests]
+        start, before = self._counted
+        if start != health.engine_id:
+            before = [0, 0]
+        for counter, now, old in zip(self._requests, counts, before, strict=True):
+            counter.inc(max(0, now - old))
+        self._counted = (health.engine_id, counts)
 
     def set_info(self, info: EngineInfo) -> None:
         """Name the engine as vLLM's own metrics do, from a hello until the next or the end."""
@@ -142,8 +167,8 @@ class EngineMetrics:
     def remove(self) -> None:
         self.set_served({})
         self._set_cores(set())
-        for gauge in self._families.gauges.values():
-            gauge.remove(self._families.model, self._engine)
+        for family in (*self._families.gauges.values(), *self._families.requests.values()):
+            family.remove(self._families.model, self._engine)
 
 
 #: DESIGN section 12, in order.

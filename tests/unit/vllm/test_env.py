@@ -97,6 +97,18 @@ def test_answers_name_versions_unless_that_is_off(text: str, named: bool) -> Non
     assert EngineSettings.load({}).answer_versions
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"), [("", "core"), ("1", "core"), (" admission", "admission"), ("0", "none")]
+)
+def test_keys_are_kept_apart_as_the_setting_says(text: str, kind: str) -> None:
+    assert EngineSettings.load({"WEIGHTSYNC_CACHE_LINEAGE": text}).cache_lineage == kind
+
+
+def test_nonsense_about_keys_is_named() -> None:
+    with pytest.raises(ValueError, match=r"WEIGHTSYNC_CACHE_LINEAGE is 'core'; set it to 1, the"):
+        EngineSettings.load({"WEIGHTSYNC_CACHE_LINEAGE": "core"})
+
+
 def test_nonsense_about_answers_is_named() -> None:
     with pytest.raises(ValueError, match=r"WEIGHTSYNC_ANSWER_VERSIONS is 'no'; set it to 1"):
         EngineSettings.load({"WEIGHTSYNC_ANSWER_VERSIONS": "no"})

@@ -30,7 +30,7 @@ _ORDER = {"model": "model", "prompt": "One two", "max_tokens": 480, "ignore_eos"
 #: Connects, waits for a word, pauses vLLM, and stays in the pause without renewing it.
 _PAUSER = """
 import asyncio, sys
-from weightsync.engine import OnExpiry, OpenApply, PauseSpec
+from weightsync.engine import CacheUse, OnExpiry, OpenApply, PauseSpec
 from weightsync_server.engine.drivers.bridge import BridgeEngine
 
 async def main(address, end, lease_s, version):
@@ -39,7 +39,7 @@ async def main(address, end, lease_s, version):
     print("connected", flush=True)
     sys.stdin.readline()
     apply = OpenApply("a1", int(version), int(version) + 1) if end == "fence" else None
-    spec = PauseSpec(clear_cache=False, on_expiry=OnExpiry(end), apply=apply)
+    spec = PauseSpec(cache=CacheUse.KEEP, on_expiry=OnExpiry(end), apply=apply)
     await engine.pause(spec, float(lease_s))
     print("paused", flush=True)
     await asyncio.sleep(600)

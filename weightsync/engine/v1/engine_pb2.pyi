@@ -262,7 +262,7 @@ class HelloResponse(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What the engine can do: weight_version, cache_keep, between_steps, ..."""
+        """What the engine can do: weight_version, cache_keep, cache_lineage, between_steps, ..."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -317,10 +317,11 @@ class PauseRequest(_message.Message):
     SERVER_ID_FIELD_NUMBER: _builtins.int
     ON_EXPIRY_FIELD_NUMBER: _builtins.int
     APPLY_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
     """keep, wait or abort."""
     clear_cache: _builtins.bool
-    """True: key-value, prefix and multimodal caches are cleared."""
+    """True: no cached key is read afterwards; a bridge that does not know the field cache clears."""
     after_wait: _builtins.str
     """For wait: keep or abort after the timeout."""
     server_id: _builtins.str
@@ -329,6 +330,10 @@ class PauseRequest(_message.Message):
     """
     on_expiry: Global___OnExpiry.ValueType
     """What happens when the lease runs out. An unknown value: INVALID_ARGUMENT."""
+    cache: _builtins.str
+    """Which cached keys are read afterwards: recompute, keep or share. Empty, of an older server:
+    recompute if clear_cache is true, else keep.
+    """
     @_builtins.property
     def wait_timeout(self) -> _duration_pb2.Duration:
         """For wait: how long."""
@@ -352,10 +357,11 @@ class PauseRequest(_message.Message):
         server_id: _builtins.str = ...,
         on_expiry: Global___OnExpiry.ValueType = ...,
         apply: Global___OpenApply | None = ...,
+        cache: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "lease", b"lease", "wait_timeout", b"wait_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_wait", b"after_wait", "apply", b"apply", "clear_cache", b"clear_cache", "lease", b"lease", "mode", b"mode", "on_expiry", b"on_expiry", "server_id", b"server_id", "wait_timeout", b"wait_timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_wait", b"after_wait", "apply", b"apply", "cache", b"cache", "clear_cache", b"clear_cache", "lease", b"lease", "mode", b"mode", "on_expiry", b"on_expiry", "server_id", b"server_id", "wait_timeout", b"wait_timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -509,6 +515,7 @@ class SwitchRequest(_message.Message):
     BASE_CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     SERVER_ID_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     apply_id: _builtins.str
     """What every rank shall hold: an apply that every rank has prepared."""
     base_apply_id: _builtins.str
@@ -523,6 +530,8 @@ class SwitchRequest(_message.Message):
     """Names the server process, as in Hello. Any but the one that said hello last:
     FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
     """
+    cache: _builtins.str
+    """As in PauseRequest; empty: keep."""
     @_builtins.property
     def limit(self) -> _duration_pb2.Duration:
         """How long a rank waits for the others before it ends itself."""
@@ -537,10 +546,11 @@ class SwitchRequest(_message.Message):
         base_content_digest: _builtins.str = ...,
         limit: _duration_pb2.Duration | None = ...,
         server_id: _builtins.str = ...,
+        cache: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "base_apply_id", b"base_apply_id", "base_content_digest", b"base_content_digest", "content_digest", b"content_digest", "limit", b"limit", "server_id", b"server_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "base_apply_id", b"base_apply_id", "base_content_digest", b"base_content_digest", "cache", b"cache", "content_digest", b"content_digest", "limit", b"limit", "server_id", b"server_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -783,6 +793,9 @@ class HealthResponse(_message.Message):
     SERVER_ID_FIELD_NUMBER: _builtins.int
     OPEN_APPLY_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    CACHE_KEY_FIELD_NUMBER: _builtins.int
+    CUT_REQUESTS_FIELD_NUMBER: _builtins.int
+    MOVED_REQUESTS_FIELD_NUMBER: _builtins.int
     state: Global___BridgeState.ValueType
     """Present state."""
     reason: _builtins.str
@@ -795,6 +808,12 @@ class HealthResponse(_message.Message):
     """True while the engine sleeps."""
     server_id: _builtins.str
     """The server that drives the engine; empty: none since its start."""
+    cache_key: _builtins.str
+    """Name under which keys are cached now; empty: they are not kept apart by version."""
+    cut_requests: _builtins.int
+    """Requests that a switch found with keys, and that keep them for themselves."""
+    moved_requests: _builtins.int
+    """Requests that waited over a switch, as of the last one."""
     @_builtins.property
     def open_apply(self) -> Global___OpenApply:
         """As in Hello."""
@@ -814,10 +833,13 @@ class HealthResponse(_message.Message):
         server_id: _builtins.str = ...,
         open_apply: Global___OpenApply | None = ...,
         owner: Global___Owner | None = ...,
+        cache_key: _builtins.str = ...,
+        cut_requests: _builtins.int = ...,
+        moved_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["open_apply", b"open_apply", "owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "open_apply", b"open_apply", "owner", b"owner", "reason", b"reason", "requests", b"requests", "server_id", b"server_id", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_key", b"cache_key", "cut_requests", b"cut_requests", "engine_id", b"engine_id", "moved_requests", b"moved_requests", "open_apply", b"open_apply", "owner", b"owner", "reason", b"reason", "requests", b"requests", "server_id", b"server_id", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

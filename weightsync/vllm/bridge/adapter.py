@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from weightsync import failpoints
 from weightsync.engine import (
     BETWEEN_STEPS,
+    CACHE_LINEAGE,
     EngineHealth,
     EngineInfo,
     EngineState,
@@ -25,6 +26,7 @@ from weightsync.engine import (
 from weightsync.engine.leases import PauseLease, ServeLimit
 from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.vllm.bridge.checkpoint import offer_files
+from weightsync.vllm.bridge.engine_keys import EngineKeys
 from weightsync.vllm.bridge.extension_points import EngineOffer, MakeUpdates
 from weightsync.vllm.bridge.generation import GenerationControl
 from weightsync.vllm.bridge.live_versions import LiveVersions
@@ -39,6 +41,7 @@ from weightsync.vllm.bridge.worker_calls import (
     WorkerCalls,
 )
 from weightsync.vllm.env import EngineSettings
+from weightsync.vllm.lineage.cache_key import Lineage
 from weightsync.vllm.worker_protocol import METHODS, rank_names
 
 logger = logging.getLogger(__name__)
@@ -119,7 +122,9 @@ class VllmEngine:
         self._limit = ServeLimit(self._out_of_time)
         self._changes = asyncio.Lock()
         ResumeGuard(llm.engine_core, self.condition, self._changes.locked, self._sleep.resumed)
-        self._generation = GenerationControl(self._vllm, self._end_fenced)
+        settings = EngineSettings.load()
+        self._keys = EngineKeys(llm, self._vllm.cores, settings.cache_lineage)
+        self._generation = GenerationControl(self._vllm, self._keys, self._end_fenced)
         self._served = ""
         #: Whether what was started last is what vLLM itself has loaded, and nobody had proved.
         self._unproved = False
@@ -130,7 +135,7 @@ class VllmEngine:
             lambda method, args: self._tasks.run(self._workers.call(method, args)),
             self.condition,
             self._turns,
-            EngineSettings.load(),
+            settings,
         )
         self.updates: UpdateFeed | None = None
         for make in makers:
@@ -145,6 +150,9 @@ class VllmEngine:
         """Pause the engine before anything can ask it for tokens."""
         await self._sleep.start()
         await self._generation.first_stop()
+        if self._keys.kind is Lineage.CORE:
+            found = self._info.capabilities | {CACHE_LINEAGE}
+            self._info = dataclasses.replace(self._info, capabilities=found)
 
     async def close(self) -> None:
         """Stop the timers; vLLM itself is left as it is."""
@@ -175,6 +183,9 @@ class VllmEngine:
             self._vllm.requests,
             self._sleep.asleep,
             open_apply=self._lease.open_apply,
+            cache_key="" if self._keys.kind is Lineage.NONE else self._keys.key,
+            cut_requests=self._keys.cut,
+            moved_requests=self._keys.moved,
         )
 
     async def serve_for(self, seconds: float | None) -> None:
@@ -283,7 +294,7 @@ class VllmEngine:
         if content_digest or not (begins and await self._workers.as_loaded()):
             await self._check_proved(content_digest, free=free)
         version = version or self._workers.versions.get(content_digest, 0)
-        labelled = await self._generation.start(version)
+        labelled = await self._generation.start(version, content_digest)
         self._serve(content_digest)
         if content_digest:
             self._workers.versions[content_digest] = version
@@ -310,7 +321,7 @@ class VllmEngine:
         # Without the lock: what stops vLLM must not wait for a rank that hangs.
         try:
             base = self._workers.versions.get(order.base_digest, 0)
-            outcome = await self._workers.switch(order, base, self._generation)
+            outcome = await self._workers.switch(order, base, self._generation, self._keys)
         finally:
             if not self._lease.id:
                 self._sleep.release()
@@ -467,7 +478,7 @@ class VllmEngine:
             if not digest or (self._workers.committed is None and digest != known):
                 self._end_fenced("the lease ran out and the ranks do not hold one proved version")
                 return
-            await self._generation.start(self._workers.versions.get(digest, 0))
+            await self._generation.start(self._workers.versions.get(digest, 0), digest)
             self._serve(digest)
 
     def _check_alive(self) -> None:

@@ -14,6 +14,7 @@ from weightsync import failpoints
 from weightsync.engine import (
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
+    CacheUse,
     EngineState,
     OnExpiry,
     PauseSpec,
@@ -217,7 +218,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._check_driver(request)
         spec = PauseSpec(
             mode=request.mode or "keep",
-            clear_cache=request.clear_cache,
+            cache=_cache(request.cache, clear=request.clear_cache),
             wait_timeout_s=_seconds(request.wait_timeout),
             after_wait=request.after_wait or "keep",
             on_expiry=_on_expiry(request.on_expiry),
@@ -254,6 +255,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             content_digest=request.content_digest,
             base_digest=request.base_content_digest,
             limit_s=_seconds(request.limit),
+            cache=_cache(request.cache, clear=False),
         )
         await failpoints.reach("bridge.switch")
         outcome = await self._engine.switch(order)
@@ -341,6 +343,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             server_id=self._driver,
             open_apply=to_message(health.open_apply),
             owner=self._owner.present,
+            cache_key=health.cache_key,
+            cut_requests=health.cut_requests,
+            moved_requests=health.moved_requests,
         )
 
     def _check_driver(self, request: Any) -> None:
@@ -366,6 +371,15 @@ def _on_expiry(value: pb.OnExpiry.ValueType) -> OnExpiry:
             "sides"
         )
     return _ON_EXPIRY[value]
+
+
+def _cache(text: str, *, clear: bool) -> CacheUse:
+    try:
+        return CacheUse(text or (CacheUse.RECOMPUTE if clear else CacheUse.KEEP))
+    except ValueError:
+        raise invalid_request(
+            f"cache {text!r} is not known here; install the same weightsync release on both sides"
+        ) from None
 
 
 def _seconds(duration: Duration) -> float:

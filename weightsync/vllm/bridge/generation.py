@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from weightsync import failpoints
-from weightsync.engine import PauseSpec
+from weightsync.engine import CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.engine_keys import EngineKeys
 from weightsync.vllm.bridge.live_versions import LiveVersions
 from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text, guarded
 
@@ -31,11 +32,14 @@ class GenerationControl:
     resumes. `on_late` is called with one sentence before the caller learns of it.
     """
 
-    def __init__(self, vllm: VllmCalls, on_late: Callable[[str], None]) -> None:
+    def __init__(self, vllm: VllmCalls, keys: EngineKeys, on_late: Callable[[str], None]) -> None:
         self.generating = True
         self.patience_s = PATIENCE_S
         self.live = LiveVersions(labelled="weight_version" in vllm.capabilities)
         self._vllm = vllm
+        self._keys = keys
+        #: What the last pause wanted; what stopped for another reason reads no old keys.
+        self._cache = CacheUse.RECOMPUTE
         self._on_late = on_late
         self._late = ""
         self._unsettled: asyncio.Task[None] | None = None
@@ -59,6 +63,7 @@ class GenerationControl:
         did not do it and generates as before.
         """
         generated = self.generating
+        self._cache = spec.cache
         try:
             return await self._stop(spec)
         except WeightSyncError as error:
@@ -71,33 +76,48 @@ class GenerationControl:
     async def first_stop(self) -> None:
         """Return when generation stands still, however long that takes in a vLLM that starts."""
         await guarded(self._pause("keep", clear_cache=False))
+        await self._keys.begin()
 
     async def halt(self, mode: str = "keep") -> None:
         """Return when generation stands still; without effect when it does."""
         await self._owed(self._pause(mode, clear_cache=False), "pause")
 
-    async def start(self, version: int) -> bool:
-        """Generate; returns whether outputs have the version as a label, and raises as `stop`."""
+    async def start(self, version: int, digest: str) -> bool:
+        """Generate; returns whether outputs have the version as a label, and raises as `stop`.
+
+        `digest` is of the content that was proved; "": what vLLM loaded.
+        """
         stood = not self.generating
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
         self.live.begin(version)
         one = self._vllm.cores.count == 1
-        start = self._start_one(version) if one else self._start_all(version, stood=stood)
-        labelled = await self._owed(start, "resume")
+        start = self._start_one if one else self._start_all
+        try:
+            labelled = await self._owed(start(version, digest, stood=stood), "resume")
+        except WeightSyncError as error:
+            if error.reason is Reason.ENGINE_AWAY:
+                # It may run although it did not do all, such as take the keys of the version.
+                with contextlib.suppress(WeightSyncError):
+                    await guarded(self._pause("keep", clear_cache=False))
+            raise
+        self._cache = CacheUse.RECOMPUTE
         self.live.confirm()
         return labelled
 
-    async def _start_one(self, version: int) -> bool:
-        # Both are sent before an answer is waited for; vLLM does them one after the other.
-        labelled, _ = await asyncio.gather(self._set_version(version), self._resume())
+    async def _start_one(self, version: int, digest: str, *, stood: bool) -> bool:
+        del stood
+        # All are sent before an answer is waited for; vLLM does them one after the other.
+        move = self._keys.move(digest, self._cache)
+        labelled, _, _ = await asyncio.gather(self._set_version(version), move, self._resume())
         return labelled
 
-    async def _start_all(self, version: int, *, stood: bool) -> bool:
+    async def _start_all(self, version: int, digest: str, *, stood: bool) -> bool:
         """Start several engine cores: where they step together, a resume waits for all of them."""
         if not stood:
             await self._vllm.pause("keep", clear_cache=False)
         labelled = await self._set_version(version)
+        await self._keys.move(digest, self._cache)
         await self._resume()
         return labelled
 
@@ -121,17 +141,18 @@ class GenerationControl:
             return False
 
     async def _stop(self, spec: PauseSpec) -> str:
+        clears = self._keys.clears(spec.cache)
         if spec.mode != "wait":
-            await self._owed(self._pause(spec.mode, clear_cache=spec.clear_cache), "pause")
+            await self._owed(self._pause(spec.mode, clear_cache=clears), "pause")
             return spec.mode
-        waiting = asyncio.ensure_future(self._pause("wait", clear_cache=spec.clear_cache))
+        waiting = asyncio.ensure_future(self._pause("wait", clear_cache=clears))
         done, _ = await asyncio.wait({waiting}, timeout=spec.wait_timeout_s)
         if done:
             await self._owed(waiting, "pause")
             return "wait"
         # A second pause replaces the mode; the first one is answered at the engine's next idle
         # moment, which the second one brings about.
-        after = self._vllm.pause(spec.after_wait, clear_cache=spec.clear_cache)
+        after = self._vllm.pause(spec.after_wait, clear_cache=clears)
         await self._owed(asyncio.gather(after, waiting), "pause")
         return spec.after_wait
 

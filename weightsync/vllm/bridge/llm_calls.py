@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from weightsync.engine import (
@@ -20,6 +20,9 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.resume_guard import ours
 from weightsync.vllm.worker_protocol import RECEIVING_BACKENDS
 
+#: Calls a method of the workers and returns one reply per rank.
+WorkerRpc = Callable[[str, Mapping[str, Any]], Awaitable[list[dict[str, Any]]]]
+
 
 class EngineCores:
     """The cores of AsyncLLM's `engine_core`: one per data parallel rank, in order."""
@@ -34,6 +37,13 @@ class EngineCores:
         """Whether every one can be asked for its own answer."""
         names = ("call_utility_all_async", "_call_utility_async")
         return any(hasattr(self._client, name) for name in names)
+
+    async def ask_one(self, utility: str, *args: Any) -> Any:
+        """Call a utility where there is one engine core, and return its answer.
+
+        The call is sent before this waits for anything.
+        """
+        return await self._client.call_utility_async(utility, *args)
 
     async def ask(self, utility: str, *args: Any) -> list[Any]:
         """Call a utility of all engine cores at once; return one answer per core, in order.

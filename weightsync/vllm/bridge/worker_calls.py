@@ -10,8 +10,9 @@ from typing import Any
 from weightsync import clock, failpoints
 from weightsync.engine import SwitchOrder, SwitchOutcome
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.engine_keys import EngineKeys
 from weightsync.vllm.bridge.generation import GenerationControl
-from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text
+from weightsync.vllm.bridge.llm_calls import VllmCalls, WorkerRpc, error_text
 
 
 def _own(reply: dict[str, Any], rank: str, call: str) -> dict[str, Any]:
@@ -106,8 +107,14 @@ class WorkerCalls:
         self._check = check
         self._on_failure = on_failure
 
-    async def call(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Run a method on every rank; ENGINE_AWAY if vLLM could not carry it out."""
+    async def call(
+        self, method: str, args: Mapping[str, Any], rpc: WorkerRpc | None = None
+    ) -> list[dict[str, Any]]:
+        """Run a method on every rank; ENGINE_AWAY if vLLM could not carry it out.
+
+        `rpc` makes the call in place of vLLM's own.
+        """
+        rpc = rpc or self._vllm.rpc
         self._check(method)
         if method in (COMMIT, SWITCH):
             self.committed = ""
@@ -116,7 +123,7 @@ class WorkerCalls:
         touches = method in TOUCH_WEIGHTS
         self.touching += touches
         try:
-            replies = self._own(await self._vllm.rpc(method, {**args, "call": name}), name)
+            replies = self._own(await rpc(method, {**args, "call": name}), name)
         except Exception as error:
             # Our methods never raise, so vLLM itself failed, and its reply queues may now hold
             # replies of this call.
@@ -148,7 +155,11 @@ class WorkerCalls:
         return {"twice": replies * 2, "lost": [], "stale": before}.get(lie or "", replies)
 
     async def switch(
-        self, order: SwitchOrder, base_version: int, generation: GenerationControl
+        self,
+        order: SwitchOrder,
+        base_version: int,
+        generation: GenerationControl,
+        keys: EngineKeys,
     ) -> SwitchOutcome:
         """Return what the ranks go on with, and label outputs accordingly.
 
@@ -160,7 +171,7 @@ class WorkerCalls:
         self.switching = True
         try:
             live.attempt(order.version)
-            call = asyncio.ensure_future(self.call(SWITCH, args))
+            call = asyncio.ensure_future(self.call(SWITCH, args, keys.switching(order)))
             # Right behind the call in vLLM's queue, so that no step comes between the two.
             label = generation.label(order.version)
             replies = await call

@@ -17,6 +17,7 @@ from weightsync import __version__, clock
 from weightsync.engine import (
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
+    CacheUse,
     EngineHealth,
     EngineInfo,
     EngineState,
@@ -279,7 +280,8 @@ class BridgeEngine:
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         request = pb.PauseRequest(
             mode=spec.mode,
-            clear_cache=spec.clear_cache,
+            clear_cache=spec.cache is CacheUse.RECOMPUTE,
+            cache=spec.cache,
             wait_timeout=duration(spec.wait_timeout_s),
             after_wait=spec.after_wait,
             lease=duration(lease_s),
@@ -316,6 +318,7 @@ class BridgeEngine:
             base_content_digest=order.base_digest,
             limit=duration(order.limit_s),
             server_id=self._id,
+            cache=order.cache,
         )
         answer = await self._call(self._stub.Switch(request))
         replies = [json.loads(reply) for reply in answer.replies_json]
@@ -356,6 +359,9 @@ class BridgeEngine:
             requests=answer.requests,
             sleeping=answer.sleeping,
             open_apply=from_message(answer.open_apply),
+            cache_key=answer.cache_key,
+            cut_requests=answer.cut_requests,
+            moved_requests=answer.moved_requests,
         )
 
     def _displaced(self) -> Never:

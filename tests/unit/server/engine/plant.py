@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.unit.server.world import MODEL, Shard, World, make_shard, world
+from weightsync.engine import CacheUse
 from weightsync.testing import MemoryEngine
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
@@ -102,7 +103,7 @@ class Engine(MemoryEngine):
 
     async def _pause(self, spec: Any, lease_s: float) -> Any:
         lease = await super().pause(spec, lease_s)
-        if spec.clear_cache:
+        if spec.cache is CacheUse.RECOMPUTE:
             self.cached = 0
         return lease
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf import duration_pb2
 
-from weightsync.engine import PauseSpec
+from weightsync.engine import CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine.refusals import duration, pause_options, pause_spec
@@ -17,13 +17,13 @@ def test_defaults() -> None:
     ("options", "spec"),
     [
         (pb.PauseOptions(mode=pb.PAUSE_MODE_ABORT), PauseSpec(mode="abort")),
-        (pb.PauseOptions(cache=pb.CACHE_MODE_KEEP), PauseSpec(clear_cache=False)),
+        (pb.PauseOptions(cache=pb.CACHE_MODE_KEEP), PauseSpec(cache=CacheUse.KEEP)),
         (pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS), PauseSpec("between_steps", False)),
         (
             pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS, cache=pb.CACHE_MODE_KEEP),
             PauseSpec("between_steps", False),
         ),
-        (pb.PauseOptions(cache=pb.CACHE_MODE_RECOMPUTE), PauseSpec(clear_cache=True)),
+        (pb.PauseOptions(cache=pb.CACHE_MODE_RECOMPUTE), PauseSpec(cache=CacheUse.RECOMPUTE)),
         (
             pb.PauseOptions(
                 mode=pb.PAUSE_MODE_WAIT,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.server.engine.plant import Engine, Plant, cut_journal, plant, tensors, until
-from weightsync.engine import VERSION_LOADS, PauseSpec
+from weightsync.engine import VERSION_LOADS, CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import JournalFile
@@ -178,7 +178,7 @@ async def test_a_fenced_engine_is_placed_on_no_cache_and_whoever_has_paused_it(
     await engine.fence("something was written")
     engine.live["a"], engine.cached = tensors(2)["a"], 2
     # Of a server that died while it placed something; nobody renews this lease.
-    await engine.pause(PauseSpec(clear_cache=False), 60)
+    await engine.pause(PauseSpec(cache=CacheUse.KEEP), 60)
     begun = asyncio.get_running_loop().time()
     async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()

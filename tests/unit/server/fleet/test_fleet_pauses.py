@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.fleet_hosts import FileHost, version
 from tests.support.fleet_tasks import LIMITS, until
-from weightsync.engine import BETWEEN_STEPS, PauseSpec
+from weightsync.engine import BETWEEN_STEPS, CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.decide import ApplyOrder, Verdict
 from weightsync_server.fleet.fleet_records import decision_key, encode_verdict, plan_key
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(30)
 
-_ABORT = PauseSpec("abort", clear_cache=False)
+_ABORT = PauseSpec("abort", cache=CacheUse.KEEP)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ async def test_a_pause_that_a_member_cannot_make_is_refused_before_anybody_pause
 ) -> None:
     await fleet.start("a", "b")
     fleet.hosts["b"].refuses.add(BETWEEN_STEPS)
-    pause = PauseSpec(BETWEEN_STEPS, clear_cache=False)
+    pause = PauseSpec(BETWEEN_STEPS, cache=CacheUse.KEEP)
     outcome = await fleet.coordinator().apply(version(2), ApplyOrder.ROLLING, 2, pause=pause)
     assert outcome.verdict is Verdict.ABORT
     assert outcome.reason == "b is not prepared: no engine here can between_steps"
@@ -103,7 +103,7 @@ async def test_a_pause_that_a_member_cannot_make_is_refused_before_anybody_pause
 @pytest.mark.parametrize(
     ("pause", "sentence"),
     [
-        (PauseSpec(BETWEEN_STEPS, clear_cache=False), "do not pause for one decision"),
+        (PauseSpec(BETWEEN_STEPS, cache=CacheUse.KEEP), "do not pause for one decision"),
         (PauseSpec("wait"), r"cannot wait 30 s .* up to 7\.5 s, use order ROLLING"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.fleet_tasks import in_format
-from weightsync.engine import PauseSpec
+from weightsync.engine import CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.coordination.coordination import MAX_VALUE_BYTES
 from weightsync_server.decide import (
@@ -96,7 +96,7 @@ def test_another_format_is_refused_and_not_guessed(number: object) -> None:
     [
         (1, {}),
         (1, {"rejects": "3" * 32, "reason": "bad answers"}),
-        (2, {"pause": PauseSpec("wait", clear_cache=False, wait_timeout_s=2.5)}),
+        (2, {"pause": PauseSpec("wait", cache=CacheUse.KEEP, wait_timeout_s=2.5)}),
         (3, {"clears": True}),
     ],
     ids=["nothing", "a reason", "a pause", "clearing"],

@@ -8,13 +8,13 @@ import pytest
 
 from tests.unit.server.engine.plant import Engine, hurry
 from tests.unit.server.fleet_host.test_fleet_host import serving
-from weightsync.engine import BETWEEN_STEPS, FENCES_ON_EXPIRY, PauseSpec
+from weightsync.engine import BETWEEN_STEPS, FENCES_ON_EXPIRY, CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_BETWEEN = PauseSpec(BETWEEN_STEPS, clear_cache=False)
+_BETWEEN = PauseSpec(BETWEEN_STEPS, cache=CacheUse.KEEP)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ async def test_every_engine_pauses_as_it_was_chosen(
 ) -> None:
     async with serving(tmp_path, engines, 2) as it:
         specs.clear()
-        chosen = PauseSpec("wait", clear_cache=False, wait_timeout_s=2.0, after_wait="abort")
+        chosen = PauseSpec("wait", cache=CacheUse.KEEP, wait_timeout_s=2.0, after_wait="abort")
         await it.host.prepare(it.version(2), chosen)
         if barrier:
             await it.host.pause()
@@ -55,8 +55,8 @@ async def test_every_engine_pauses_as_it_was_chosen(
         assert it.serves() == {2}
     assert len(specs) == len(engines)
     for spec in specs:
-        asked = spec.mode, spec.clear_cache, spec.wait_timeout_s, spec.after_wait
-        assert asked == ("wait", False, 2.0, "abort")
+        asked = spec.mode, spec.cache, spec.wait_timeout_s, spec.after_wait
+        assert asked == ("wait", CacheUse.KEEP, 2.0, "abort")
 
 
 async def test_engines_change_between_two_steps_once_it_is_decided(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.engine import EngineState, PauseSpec, SwitchOrder
+from weightsync.engine import CacheUse, EngineState, PauseSpec, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge import worker_calls
 from weightsync.vllm.bridge.adapter import VllmEngine
@@ -157,7 +157,7 @@ async def test_starts_paused_and_serves_only_what_the_ranks_proved() -> None:
 async def test_pause_clears_the_caches_it_was_asked_to() -> None:
     llm = Llm()
     engine = await _serving(llm)
-    lease = await engine.pause(PauseSpec(clear_cache=True), 10)
+    lease = await engine.pause(PauseSpec(cache=CacheUse.RECOMPUTE), 10)
     assert llm.log == ["mm", ("keep", True)]
     assert lease.mode == "keep"
     llm.log.clear()
@@ -325,7 +325,7 @@ async def test_wait_turns_into_the_other_mode() -> None:
     llm = Llm()
     engine = await _serving(llm)
     llm.drained.clear()
-    spec = PauseSpec(mode="wait", clear_cache=False, wait_timeout_s=0.02, after_wait="abort")
+    spec = PauseSpec(mode="wait", cache=CacheUse.KEEP, wait_timeout_s=0.02, after_wait="abort")
     lease = await engine.pause(spec, 10)
     assert lease.mode == "abort"
     assert llm.log == [("wait", False), ("abort", False)]
@@ -714,9 +714,9 @@ async def test_what_vllm_takes_too_long_for_fences_until_it_has_returned(what: s
 
     if what == "pause":
         llm.pause_scheduler_async = pause  # type: ignore[method-assign]
-        error = await _refused(engine.pause(PauseSpec(clear_cache=False), 0.05))
+        error = await _refused(engine.pause(PauseSpec(cache=CacheUse.KEEP), 0.05))
     else:
-        lease = await engine.pause(PauseSpec(clear_cache=False), 1.5)
+        lease = await engine.pause(PauseSpec(cache=CacheUse.KEEP), 1.5)
         llm.resume_generation = resume  # type: ignore[method-assign]
         error = await _refused(engine.resume(lease.lease_id, 7, DIGEST))
     assert error.reason is Reason.ENGINE_FENCED

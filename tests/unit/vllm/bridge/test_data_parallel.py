@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm, _refused, _state, _until
-from weightsync.engine import BETWEEN_STEPS, EngineState, PauseSpec, SwitchOrder
+from weightsync.engine import BETWEEN_STEPS, CacheUse, EngineState, PauseSpec, SwitchOrder
 from weightsync.errors import Reason
 from weightsync.vllm.bridge.adapter import VllmEngine
 
@@ -132,7 +132,7 @@ async def engine(llm: Replicas) -> VllmEngine:
 
 
 async def _paused(engine: VllmEngine) -> str:
-    return (await engine.pause(PauseSpec(clear_cache=False), 10)).lease_id
+    return (await engine.pause(PauseSpec(cache=CacheUse.KEEP), 10)).lease_id
 
 
 async def _commit(engine: VllmEngine) -> list[dict[str, Any]]:

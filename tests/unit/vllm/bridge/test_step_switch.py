@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm, _refused, _serving, _state, _until
-from weightsync.engine import EngineState, PauseSpec, SwitchOrder
+from weightsync.engine import CacheUse, EngineState, PauseSpec, SwitchOrder
 from weightsync.errors import Reason
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ async def test_the_label_lies_right_behind_the_switch() -> None:
     assert engine.live.version == 8
     # What it serves now needs no question.
     llm.log.clear()
-    lease = await engine.pause(PauseSpec(clear_cache=False), 10)
+    lease = await engine.pause(PauseSpec(cache=CacheUse.KEEP), 10)
     await engine.resume(lease.lease_id, 8, OTHER)
     assert llm.log == [("keep", False), "label 8", "resume"]
 
@@ -114,7 +114,7 @@ async def test_a_switch_from_what_is_not_served_is_refused() -> None:
     llm, engine = await _ready()
     wrong = SwitchOrder("new", "old", 8, OTHER, OTHER, 30.0)
     assert (await _refused(engine.switch(wrong))).reason is Reason.ENGINE_REFUSED
-    lease = await engine.pause(PauseSpec(clear_cache=False), 10)
+    lease = await engine.pause(PauseSpec(cache=CacheUse.KEEP), 10)
     assert (await _refused(engine.switch(ORDER))).reason is Reason.APPLY_BUSY
     await engine.resume(lease.lease_id, 7, DIGEST)
     await engine.fence("why")
