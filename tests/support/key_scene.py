@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from tests.support.staging import Version
     from tests.support.vllm_fixtures import Bench
 
-#: Largest difference of two logprobs that fp32 computed from the same keys in another order.
-NOISE = 1e-4
+#: Largest difference of two logprobs that fp32 computed from the same keys in another order: up to
+#: 2e-4 with the logits of 20 that these models have. Keys of another version make it more than 0.1.
+NOISE = 1e-3
 
 
 @dataclass

@@ -173,8 +173,8 @@ def test_requests_that_wait_over_a_change_read_keys_of_the_version_after_it(
         one.start()
     scene.wait_for_requests(12)
     scene.apply(other, "keep")
-    for one in running:
-        one.end()
+    for flight in running:
+        flight.end()
     for one in waiting:
         one.join(120)
     own = scene.fresh(shared, 4)

@@ -104,10 +104,9 @@ class EngineKeys:
             recompute = order.cache is CacheUse.RECOMPUTE
             digests = [order.base_digest, order.content_digest]
             answers = await self._cores.ask_one(SWITCH, method, dict(args), digests, key, recompute)
-            *replies, moved = answers
-            self._count([moved])
-            self.key = str(moved["key"])
-            return replies
+            self._count(answers[-1:])
+            self.key = str(answers[-1]["key"])
+            return list(answers[:-1])
 
         return switch
 

@@ -70,19 +70,19 @@ def _switch(
     present = getattr(core, _KEYS).key
     try:
         replies = core.collective_rpc(method, None, (dict(args),), None)
-        held = {_held(reply, *digests) for reply in replies}
+        proved = {_proved(reply, *digests) for reply in replies}
     except Exception:
         _move(core, _unknown(), recompute=True)
         raise
-    if held == {digests[1]}:
+    if proved == {digests[1]}:
         present = key
-    elif held != {digests[0]}:
+    elif proved != {digests[0]}:
         # Until the bridge fences it, the engine computes from weights that no one can name.
         present, recompute = _unknown(), True
     return [*replies, {**_move(core, present, recompute), "key": present}]
 
 
-def _held(reply: Mapping[str, Any], before: str, after: str) -> str:
+def _proved(reply: Mapping[str, Any], before: str, after: str) -> str:
     """Return the digest of what a rank has proved to hold, "" if it is in doubt."""
     done = bool(reply.get("ok")) and not reply.get("dirty")
     wanted = after if done else before
