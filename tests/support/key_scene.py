@@ -51,6 +51,7 @@ class KeyScene:
         staged: The versions, number 1 first; number 1 was adopted.
         live: Which of them is live, from 1.
         number: The last version number that was given.
+        noise: Largest difference of two logprobs that are the same.
     """
 
     bench: Bench
@@ -58,6 +59,7 @@ class KeyScene:
     applies: list[str] = field(default_factory=list)
     live: int = 1
     number: int = 1
+    noise: float = NOISE
 
     @classmethod
     def of(cls, bench: Bench, models: list[Path]) -> KeyScene:
@@ -110,8 +112,14 @@ class KeyScene:
         """Ask with the cache; fail unless it is what the live version alone answers."""
         answer, own = self.ask(prompt, tokens, **more), self.fresh(prompt, tokens)
         assert answer.tokens == own.tokens, (self.live, answer, own)
-        assert_same(answer.logprobs, own.logprobs)
+        self.same(answer.logprobs, own.logprobs)
         return answer
+
+    def same(self, found: list[float], wanted: list[float]) -> None:
+        """Fail where they differ by more than the noise."""
+        assert len(found) == len(wanted)
+        worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+        assert worst <= self.noise, (worst, found, wanted)
 
     def score(self, tokens: list[int], start: int) -> list[float]:
         """Return the live version's own logprobs of the tokens from `start` on."""
@@ -134,9 +142,12 @@ class KeyScene:
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
-    def begin(self, prompt: list[int], tokens: int, **more: Any) -> Running:
-        """Ask in a thread of its own; returns once vLLM has answered with a first token."""
-        return Running(self, prompt, tokens, more)
+    def begin(self, prompt: list[int], tokens: int, *, wait: bool = True, **more: Any) -> Running:
+        """Ask in a thread of its own; with `wait`, return once vLLM has answered a token."""
+        running = Running(self, prompt, tokens, more)
+        if wait:
+            running.answers()
+        return running
 
 
 class Running:
@@ -151,6 +162,9 @@ class Running:
         self._first = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(scene, tokens, more))
         self._thread.start()
+
+    def answers(self) -> None:
+        """Return once there is a token."""
         assert self._first.wait(60)
 
     def _read(self, scene: KeyScene, tokens: int, more: dict[str, Any]) -> None:
@@ -173,9 +187,3 @@ class Running:
         self._thread.join(120)
         assert not self._thread.is_alive()
         return self
-
-
-def assert_same(found: list[float], wanted: list[float]) -> None:
-    assert len(found) == len(wanted)
-    worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
-    assert worst <= NOISE, (worst, found, wanted)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.key_scene import NOISE, KeyScene, assert_same
+from tests.support.key_scene import KeyScene
 from tests.support.vllm_fixtures import running_bench
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def test_recompute_answers_as_one_version_or_the_other_and_keep_as_neither(
     tokens = running.prompt + running.tokens
     own = _own_scores(scene, tokens, len(running.prompt))
     near = {
-        which: [abs(a - b) <= NOISE for a, b in zip(running.logprobs, scores, strict=True)]
+        which: [abs(a - b) <= scene.noise for a, b in zip(running.logprobs, scores, strict=True)]
         for which, scores in own.items()
     }
     before = near[first].index(False) if False in near[first] else len(near[first])
@@ -133,7 +133,7 @@ def test_share_reads_the_keys_that_are_there_and_their_name_is_never_used_again(
     scene.apply(other, "share")
     answer, own = scene.ask(prompt, 4), scene.fresh(prompt, 4)
     assert answer.cached > 0
-    assert max(abs(a - b) for a, b in zip(answer.logprobs, own.logprobs, strict=True)) > NOISE
+    assert max(abs(a - b) for a, b in zip(answer.logprobs, own.logprobs, strict=True)) > scene.noise
     longer = prompt + _prompt(80)
     scene.ask(longer, 1)
     # Those of the new version now lie under the name of the one before as well.
@@ -180,7 +180,7 @@ def test_requests_that_wait_over_a_change_read_keys_of_the_version_after_it(
     own = scene.fresh(shared, 4)
     for answer in found:
         assert answer.tokens == own.tokens
-        assert_same(answer.logprobs, own.logprobs)
+        scene.same(answer.logprobs, own.logprobs)
     after = scene.bench.client.health()
     assert after.cut_requests >= before.cut_requests + 8
 

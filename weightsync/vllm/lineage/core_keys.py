@@ -9,6 +9,7 @@ on is found by this request alone, because it was computed from keys of more tha
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from weightsync.vllm.lineage.cache_key import GROUP_PREFIX, salted
 
 __all__ = ["CoreKeys", "lacking"]
+
+logger = logging.getLogger(__name__)
 
 #: vLLM's function that hashes the full blocks of a request that have no hash yet.
 Hasher = Callable[[Any], list[Any]]
@@ -138,6 +141,10 @@ class CoreKeys:
             cut = sum(map(self._cut, self._scheduler.requests.values()))
             self._forget_encoded()
         seconds = time.perf_counter() - begin
+        logger.debug(
+            "weightsync: keys of %s: %d requests cut, %d preempted, %d moved, %.3f ms",
+            *(key, cut, preempted, moved, seconds * 1e3),
+        )
         return {"cut": cut, "preempted": preempted, "moved": moved, "seconds": seconds}
 
     def _cut(self, request: Any) -> bool:
