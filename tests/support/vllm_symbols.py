@@ -167,6 +167,36 @@ SYMBOLS: tuple[Symbol, ...] = (
         "request_id pooling_params",
         "which requests an answer is made of",
     ),
+    # keys apart by version
+    *_each(
+        "vllm.v1.engine.core:EngineCore",
+        "scheduler request_block_hasher model_executor collective_rpc",
+        "cache_lineage",
+    ),
+    *_each(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "running requests hash_block_size prev_step_scheduled_req_ids kv_cache_manager "
+        "encoder_cache_manager reset_prefix_cache reset_encoder_cache",
+        "cache_lineage",
+    ),
+    *_each(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        "coordinator get_computed_blocks reset_prefix_cache",
+        "cache_lineage",
+    ),
+    *_each(
+        "vllm.v1.request:Request",
+        "block_hashes update_block_hashes cache_salt num_computed_tokens mm_features",
+        "cache_lineage",
+    ),
+    Symbol(
+        ("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.num_cached_block",),
+        "cache_lineage",
+    ),
+    Symbol(
+        ("vllm.v1.core.encoder_cache_manager:EncoderCacheManager.get_cached_input_ids",),
+        "cache_lineage",
+    ),
     Symbol(
         ("vllm.v1.engine.output_processor:RequestState.weight_version_starts",),
         "versions of an answer; without it all that were live meanwhile",

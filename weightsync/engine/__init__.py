@@ -241,6 +241,7 @@ class EngineHealth:
         cache_key: Name under which keys are cached now; "": they are not kept apart by version.
         cut_requests: Requests that a switch found with keys, and that keep them for themselves.
         moved_requests: Requests that waited over a switch.
+        key_move_s: Seconds that the last move from one key to another took.
     """
 
     state: EngineState
@@ -253,6 +254,7 @@ class EngineHealth:
     cache_key: str = ""
     cut_requests: int = 0
     moved_requests: int = 0
+    key_move_s: float = 0.0
 
 
 @dataclass(frozen=True)

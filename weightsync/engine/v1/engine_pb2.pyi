@@ -796,6 +796,7 @@ class HealthResponse(_message.Message):
     CACHE_KEY_FIELD_NUMBER: _builtins.int
     CUT_REQUESTS_FIELD_NUMBER: _builtins.int
     MOVED_REQUESTS_FIELD_NUMBER: _builtins.int
+    KEY_MOVE_FIELD_NUMBER: _builtins.int
     state: Global___BridgeState.ValueType
     """Present state."""
     reason: _builtins.str
@@ -822,6 +823,10 @@ class HealthResponse(_message.Message):
     def owner(self) -> Global___Owner:
         """The server that lives and has the engine; unset: none."""
 
+    @_builtins.property
+    def key_move(self) -> _duration_pb2.Duration:
+        """How long the engine core took to move its requests from the keys before to these."""
+
     def __init__(
         self,
         *,
@@ -836,10 +841,11 @@ class HealthResponse(_message.Message):
         cache_key: _builtins.str = ...,
         cut_requests: _builtins.int = ...,
         moved_requests: _builtins.int = ...,
+        key_move: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["open_apply", b"open_apply", "owner", b"owner"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key_move", b"key_move", "open_apply", b"open_apply", "owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_key", b"cache_key", "cut_requests", b"cut_requests", "engine_id", b"engine_id", "moved_requests", b"moved_requests", "open_apply", b"open_apply", "owner", b"owner", "reason", b"reason", "requests", b"requests", "server_id", b"server_id", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_key", b"cache_key", "cut_requests", b"cut_requests", "engine_id", b"engine_id", "key_move", b"key_move", "moved_requests", b"moved_requests", "open_apply", b"open_apply", "owner", b"owner", "reason", b"reason", "requests", b"requests", "server_id", b"server_id", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -186,6 +186,7 @@ class VllmEngine:
             cache_key="" if self._keys.kind is Lineage.NONE else self._keys.key,
             cut_requests=self._keys.cut,
             moved_requests=self._keys.moved,
+            key_move_s=self._keys.move_s,
         )
 
     async def serve_for(self, seconds: float | None) -> None:

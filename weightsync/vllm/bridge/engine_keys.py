@@ -31,11 +31,13 @@ class EngineKeys:
         key: The present name.
         cut: Requests that a switch found with keys, and that keep them for themselves.
         moved: Requests that waited over a switch, as of the last one.
+        move_s: Seconds that engine cores took for the last move.
     """
 
     def __init__(self, llm: Any, cores: EngineCores, wanted: Lineage) -> None:
         self.kind = Lineage.NONE
         self.cut = self.moved = 0
+        self.move_s = 0.0
         self._llm = llm
         self._cores = cores
         self._wanted = wanted
@@ -119,5 +121,6 @@ class EngineKeys:
     def _count(self, answers: list[Any]) -> None:
         self.cut += int(sum(answer.get("cut", 0) for answer in answers))
         self.moved += int(sum(answer.get("moved", 0) for answer in answers))
+        self.move_s = max(answer.get("seconds", 0.0) for answer in answers)
         if any(answer.get("cleared") for answer in answers):
             logger.error("weightsync: vLLM could not keep its cache over a switch and cleared it")

@@ -10,6 +10,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from google.protobuf.duration_pb2 import Duration
+
 from weightsync import failpoints
 from weightsync.engine import (
     OLDEST_PROTOCOL,
@@ -35,8 +37,6 @@ from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.wire.rpc_status import release_with_call, to_status
 
 if TYPE_CHECKING:
-    from google.protobuf.duration_pb2 import Duration
-
     from weightsync.vllm.bridge.adapter import VllmEngine
 
 logger = logging.getLogger(__name__)
@@ -346,6 +346,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             cache_key=health.cache_key,
             cut_requests=health.cut_requests,
             moved_requests=health.moved_requests,
+            key_move=_duration(health.key_move_s),
         )
 
     def _check_driver(self, request: Any) -> None:
@@ -380,6 +381,12 @@ def _cache(text: str, *, clear: bool) -> CacheUse:
         raise invalid_request(
             f"cache {text!r} is not known here; install the same weightsync release on both sides"
         ) from None
+
+
+def _duration(seconds: float) -> Duration:
+    result = Duration()
+    result.FromNanoseconds(round(seconds * 1e9))
+    return result
 
 
 def _seconds(duration: Duration) -> float:

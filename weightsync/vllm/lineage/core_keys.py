@@ -9,7 +9,6 @@ on is found by this request alone, because it was computed from keys of more tha
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,6 @@ from typing import Any
 from weightsync.vllm.lineage.cache_key import GROUP_PREFIX, salted
 
 __all__ = ["CoreKeys", "lacking"]
-
-logger = logging.getLogger(__name__)
 
 #: vLLM's function that hashes the full blocks of a request that have no hash yet.
 Hasher = Callable[[Any], list[Any]]
@@ -141,10 +138,6 @@ class CoreKeys:
             cut = sum(map(self._cut, self._scheduler.requests.values()))
             self._forget_encoded()
         seconds = time.perf_counter() - begin
-        logger.debug(
-            "weightsync: keys of %s: %d requests cut, %d preempted, %d moved, %.3f ms",
-            *(key, cut, preempted, moved, seconds * 1e3),
-        )
         return {"cut": cut, "preempted": preempted, "moved": moved, "seconds": seconds}
 
     def _cut(self, request: Any) -> bool:
@@ -159,14 +152,21 @@ class CoreKeys:
         return True
 
     def _preempt(self, requests: list[Any]) -> int:
-        # In reverse, so that they run again in the order in which they ran.
-        for request in reversed(requests):
-            self._scheduler.running.remove(request)
-            self._scheduler._preempt_request(  # noqa: SLF001 - as vLLM's reset_prefix_cache does
-                request, time.monotonic(), drop_stale_output=True
-            )
-            # It may run again in the very next step, which must not take it for one that ran on.
-            self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        """Preempt them as vLLM does when it clears the cache, whose way differs by release."""
+        if not requests:
+            return 0
+        scheduler, manager = self._scheduler, self._manager
+        others = [one for one in scheduler.running if one not in requests]
+        ran = {one.request_id for one in others} & scheduler.prev_step_scheduled_req_ids
+        scheduler.running = list(requests)
+        # No block is cleared; each is found under the key that it has.
+        manager.reset_prefix_cache = lambda: True
+        try:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        finally:
+            del manager.reset_prefix_cache
+            scheduler.running = [*others, *scheduler.running]
+            scheduler.prev_step_scheduled_req_ids.update(ran)
         return len(requests)
 
     def _with_encoder_inputs(self, running: list[Any]) -> list[Any]:
@@ -207,11 +207,11 @@ def lacking(core: Any) -> str:
         "Scheduler": (
             scheduler,
             (
-                *("running", "requests", "hash_block_size", "_preempt_request"),
+                *("running", "requests", "hash_block_size", "reset_prefix_cache"),
                 *("prev_step_scheduled_req_ids", "encoder_cache_manager", "reset_encoder_cache"),
             ),
         ),
-        "KVCacheManager": (manager, ("get_computed_blocks",)),
+        "KVCacheManager": (manager, ("get_computed_blocks", "reset_prefix_cache")),
         "KVCacheCoordinator": (coordinator, ("single_type_managers",)),
     }
     for owner, (found, names) in needs.items():

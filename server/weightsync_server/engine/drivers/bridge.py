@@ -362,6 +362,7 @@ class BridgeEngine:
             cache_key=answer.cache_key,
             cut_requests=answer.cut_requests,
             moved_requests=answer.moved_requests,
+            key_move_s=answer.key_move.ToNanoseconds() / 1e9,
         )
 
     def _displaced(self) -> Never:

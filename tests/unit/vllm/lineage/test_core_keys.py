@@ -40,13 +40,13 @@ class Core:
             kv_cache_manager=SimpleNamespace(
                 coordinator=SimpleNamespace(single_type_managers=[layers]),
                 get_computed_blocks=self._found,
+                reset_prefix_cache=self._cleared,
             ),
             encoder_cache_manager=SimpleNamespace(
                 cached={}, get_cached_input_ids=lambda request: request.mm_features
             ),
             reset_encoder_cache=lambda: self.log.append("encoder"),
-            reset_prefix_cache=lambda **_: self.log.append("cleared"),
-            _preempt_request=self._preempt,
+            reset_prefix_cache=self._reset,
         )
         self.model_executor = SimpleNamespace(reset_encoder_cache=lambda: self.log.append("worker"))
 
@@ -58,13 +58,20 @@ class Core:
             count += 1
         return count
 
-    def _preempt(self, request: Any, now: float, *, drop_stale_output: bool) -> None:
-        assert now > 0
-        assert drop_stale_output
-        self.log.append(f"preempt {request.request_id}")
-        request.num_computed_tokens = 0
-        self.cached.pop(request.request_id, None)
-        self.scheduler.requests[request.request_id] = request
+    def _reset(self, *, reset_running_requests: bool) -> None:
+        """As vLLM's Scheduler does it."""
+        assert reset_running_requests
+        while self.scheduler.running:
+            request = self.scheduler.running.pop()
+            self.log.append(f"preempt {request.request_id}")
+            request.num_computed_tokens = 0
+            self.cached.pop(request.request_id, None)
+        self.scheduler.prev_step_scheduled_req_ids.clear()
+        assert self.scheduler.kv_cache_manager.reset_prefix_cache()
+
+    def _cleared(self) -> bool:
+        self.log.append("cleared")
+        return True
 
     def collective_rpc(self, method: str, timeout: Any, args: Any, kwargs: Any) -> Any:
         assert (method, timeout, args, kwargs) == ("weightsync_switch", None, ({"a": 1},), None)
@@ -239,10 +246,14 @@ def test_what_an_encoder_made_is_forgotten_and_who_still_reads_it_computes_it_ag
     for name in "ab":
         core.run(core.request(name, [ord(name), *TOKENS]), 8)
     core.scheduler.running[0].mm_features = ["image"]
+    core.scheduler.prev_step_scheduled_req_ids.update("ab")
     assert keys.move("two", recompute=False) | {"seconds": 0} == {
         "cut": 1, "preempted": 1, "moved": 0, "seconds": 0
     }  # fmt: skip
     assert core.log == ["preempt a", "encoder", "worker"]
+    assert [one.request_id for one in core.scheduler.running] == ["b"]
+    # It ran in the step before and runs on.
+    assert core.scheduler.prev_step_scheduled_req_ids == {"b"}
 
 
 def test_a_vllm_without_prefix_caching_preempts_all_the_same(core: Core) -> None:
@@ -267,9 +278,9 @@ def test_a_move_that_fails_leaves_no_key(core: Core, monkeypatch: pytest.MonkeyP
     add_utilities(Core)
     assert getattr(core, BEGIN)("one") == ""
     core.run(core.request("a", list(TOKENS)), 8)
-    monkeypatch.setattr(core.scheduler, "_preempt_request", None)
-    assert getattr(core, MOVE)("two", True) == {"cleared": 1}
-    assert core.log == ["cleared", "encoder", "worker"]
+    monkeypatch.setattr(core.scheduler, "encoder_cache_manager", None)
+    assert getattr(core, MOVE)("two", False) == {"cleared": 1}
+    assert core.log == ["preempt a", "cleared", "encoder", "worker"]
 
 
 OLD, NEW = "aa", "bb"
