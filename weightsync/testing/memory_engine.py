@@ -19,6 +19,7 @@ from typing import Any
 from weightsync.engine import (
     ATTACH,
     BETWEEN_STEPS,
+    CACHE_LINEAGE,
     FENCES_ON_EXPIRY,
     LAYOUT_CHECK,
     LIMITS_SERVING,
@@ -72,7 +73,9 @@ class MemoryEngine(MemoryRank):
         attachable: bool = False,
         checkpoint: str = "memory",
     ) -> None:
-        self._abilities = {"weight_version", BETWEEN_STEPS, FENCES_ON_EXPIRY, LIMITS_SERVING}
+        self._abilities = {
+            *("weight_version", BETWEEN_STEPS, CACHE_LINEAGE, FENCES_ON_EXPIRY, LIMITS_SERVING)
+        }
         if checks_layouts:
             self._abilities.add(LAYOUT_CHECK)
         if attachable:

@@ -84,6 +84,7 @@ class EngineSettings:
         server_url: weightsync-server's HTTP API; empty: not known.
         server_ca: PEM file of its certificate's authorities; empty: those of this host.
         cache_lineage: Where cached keys are kept apart by version.
+        accept_caches: Whether caches outside of the engine are accepted, such as KV connectors.
     """
 
     engine_socket: str
@@ -98,6 +99,7 @@ class EngineSettings:
     server_url: str = ""
     server_ca: str = ""
     cache_lineage: Lineage = Lineage.CORE
+    accept_caches: bool = False
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None) -> EngineSettings:
@@ -124,6 +126,7 @@ class EngineSettings:
             _server_url(env),
             env.get("WEIGHTSYNC_TLS_CA", "").strip(),
             _lineage(env),
+            _switch(env, "WEIGHTSYNC_ACCEPT_CACHES", default="0"),
         )
 
 

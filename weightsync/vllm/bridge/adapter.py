@@ -140,7 +140,9 @@ class VllmEngine:
         self.updates: UpdateFeed | None = None
         for make in makers:
             self.updates = make(offer)
-        self._info = describe(self._vllm, vllm_version, kind, ranks)
+        self._info = describe(
+            self._vllm, vllm_version, kind, ranks, accept_caches=settings.accept_caches
+        )
 
     @property
     def live(self) -> LiveVersions:

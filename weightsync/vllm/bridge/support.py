@@ -13,6 +13,10 @@ from weightsync.vllm.bridge.llm_calls import EngineCores, VllmCalls, node_count
 from weightsync.vllm.draft import draft_refusals
 
 _MODES = ("keep", "wait", "abort")
+_ACCEPT = (
+    ", or with WEIGHTSYNC_ACCEPT_CACHES=1 in its environment if answers that old weights took part "
+    "in are acceptable"
+)
 #: Longest name of an apply; it is shown to whoever is refused.
 _MAX_ID_BYTES = 64
 #: Settings of vLLM's environment, and what each lets strangers do.
@@ -45,13 +49,27 @@ def check_pause(spec: PauseSpec, lease_s: float) -> None:
         )
 
 
-def config_refusals(config: Any, cores: EngineCores) -> tuple[str, ...]:
+def config_refusals(
+    config: Any, cores: EngineCores, *, accept_caches: bool = False
+) -> tuple[str, ...]:
+    """Return why this vLLM is not supported, a sentence each.
+
+    With `accept_caches`, caches outside of the engine are no reason.
+    """
     parallel = config.parallel_config
     return (
         *_of_reach(parallel, cores),
         *_of_parallel(parallel),
         *_of_model(config),
-        *_of_caches(config),
+        *(f"{why}; {remedy}{_ACCEPT}" for why, remedy in _of_caches(config) if not accept_caches),
+    )
+
+
+def accepted_caches(config: Any) -> tuple[str, ...]:
+    """Return what may go wrong with each cache outside of the engine, a sentence each."""
+    return tuple(
+        f"WEIGHTSYNC_ACCEPT_CACHES=1 accepts wrong answers after an apply: {why}; {remedy}"
+        for why, remedy in _of_caches(config)
     )
 
 
@@ -128,27 +146,37 @@ def _of_model(config: Any) -> Iterator[str]:
     yield from draft_refusals(config)
 
 
-def _of_caches(config: Any) -> Iterator[str]:
-    """Caches outside of the engine keep what old weights made, and do not say of which."""
+def _of_caches(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield why a cache outside of the engine is refused, and the remedy.
+
+    It keeps what old weights made, and does not say of which.
+    """
     keys = _connectors(getattr(config, "kv_transfer_config", None), "kv_connector")
     encoded = _connectors(getattr(config, "ec_transfer_config", None), "ec_connector")
     if keys:
         yield (
-            f"the KV connector {keys} is not supported, because keys that it keeps or sends "
-            "outlive the weights that computed them; start vLLM without --kv-transfer-config and "
-            "--kv-offloading-size"
+            (
+                f"the KV connector {keys} is not supported, because keys that it keeps or sends "
+                "outlive the weights that computed them"
+            ),
+            "start vLLM without --kv-transfer-config and --kv-offloading-size",
         )
     if encoded:
         yield (
-            f"the encoder cache connector {encoded} is not supported, because what it keeps or "
-            "sends outlives the weights that computed it; start vLLM without --ec-transfer-config"
+            (
+                f"the encoder cache connector {encoded} is not supported, because what it keeps or "
+                "sends outlives the weights that computed it"
+            ),
+            "start vLLM without --ec-transfer-config",
         )
     custom = getattr(config, "ec_manager_config", None)
     if manager := getattr(custom, "encoder_cache_manager_cls", None):
         yield (
-            f"the encoder cache manager {manager} is not supported, because vLLM does not "
-            "guarantee that it discards what old weights computed; start vLLM without "
-            "--ec-manager-config"
+            (
+                f"the encoder cache manager {manager} is not supported, because vLLM does not "
+                "guarantee that it discards what old weights computed"
+            ),
+            "start vLLM without --ec-manager-config",
         )
 
 
@@ -160,7 +188,14 @@ def _connectors(transfer: Any, kind: str) -> str:
     return f"{name} ({', '.join(inner)})" if name and inner else str(name)
 
 
-def describe(vllm: VllmCalls, vllm_version: str, kind: str, ranks: tuple[str, ...]) -> EngineInfo:
+def describe(
+    vllm: VllmCalls,
+    vllm_version: str,
+    kind: str,
+    ranks: tuple[str, ...],
+    *,
+    accept_caches: bool,
+) -> EngineInfo:
     """Return what an engine is that has just started, under an id of its own.
 
     `kind` is `bridge` or `embedded`; `ranks` are in the order of worker replies.
@@ -171,12 +206,12 @@ def describe(vllm: VllmCalls, vllm_version: str, kind: str, ranks: tuple[str, ..
         vllm_version=vllm_version,
         ranks=ranks,
         capabilities=vllm.capabilities,
-        refusals=config_refusals(config, vllm.cores),
+        refusals=config_refusals(config, vllm.cores, accept_caches=accept_caches),
         state=EngineState.UNRECONCILED,
         reason="",
         model=str(config.model_config.model),
         kind=kind,
-        warnings=safety_warnings(),
+        warnings=(*safety_warnings(), *(accepted_caches(config) if accept_caches else ())),
         nodes=node_count(config),
         served_model_name=config.model_config.served_model_name,
     )

@@ -10,7 +10,7 @@ from weightsync_server.engine.refusals import duration, pause_options, pause_spe
 
 
 def test_defaults() -> None:
-    assert pause_spec(pb.PauseOptions()) == PauseSpec("keep", True, 30.0, "keep")
+    assert pause_spec(pb.PauseOptions()) == PauseSpec("keep", CacheUse.RECOMPUTE, 30.0, "keep")
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,19 @@ def test_defaults() -> None:
     [
         (pb.PauseOptions(mode=pb.PAUSE_MODE_ABORT), PauseSpec(mode="abort")),
         (pb.PauseOptions(cache=pb.CACHE_MODE_KEEP), PauseSpec(cache=CacheUse.KEEP)),
-        (pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS), PauseSpec("between_steps", False)),
+        (
+            pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS),
+            PauseSpec("between_steps", CacheUse.KEEP),
+        ),
         (
             pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS, cache=pb.CACHE_MODE_KEEP),
-            PauseSpec("between_steps", False),
+            PauseSpec("between_steps", CacheUse.KEEP),
         ),
+        (
+            pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS, cache=pb.CACHE_MODE_RECOMPUTE),
+            PauseSpec("between_steps", CacheUse.RECOMPUTE),
+        ),
+        (pb.PauseOptions(cache=pb.CACHE_MODE_SHARE), PauseSpec(cache=CacheUse.SHARE)),
         (pb.PauseOptions(cache=pb.CACHE_MODE_RECOMPUTE), PauseSpec(cache=CacheUse.RECOMPUTE)),
         (
             pb.PauseOptions(
@@ -30,11 +38,11 @@ def test_defaults() -> None:
                 wait_timeout=duration_pb2.Duration(seconds=2, nanos=500_000_000),
                 after_wait=pb.PAUSE_MODE_ABORT,
             ),
-            PauseSpec("wait", True, 2.5, "abort"),
+            PauseSpec("wait", CacheUse.RECOMPUTE, 2.5, "abort"),
         ),
         (
             pb.PauseOptions(mode=pb.PAUSE_MODE_WAIT, wait_timeout=duration_pb2.Duration()),
-            PauseSpec("wait", True, 0.0, "keep"),
+            PauseSpec("wait", CacheUse.RECOMPUTE, 0.0, "keep"),
         ),
         (
             pb.PauseOptions(wait_timeout=duration_pb2.Duration(seconds=3600)),
@@ -52,10 +60,6 @@ def test_what_is_asked_for(options: pb.PauseOptions, spec: PauseSpec) -> None:
     [
         (pb.PauseOptions(mode=9), "pause.mode"),  # type: ignore[arg-type]
         (pb.PauseOptions(cache=9), "pause.cache"),  # type: ignore[arg-type]
-        (
-            pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS, cache=pb.CACHE_MODE_RECOMPUTE),
-            "pause.cache RECOMPUTE needs a pause",
-        ),
         (pb.PauseOptions(after_wait=pb.PAUSE_MODE_BETWEEN_STEPS), "pause.after_wait"),
         (pb.PauseOptions(after_wait=9), "pause.after_wait"),  # type: ignore[arg-type]
         (pb.PauseOptions(after_wait=pb.PAUSE_MODE_WAIT), "pause.after_wait"),

@@ -97,9 +97,10 @@ def test_another_format_is_refused_and_not_guessed(number: object) -> None:
         (1, {}),
         (1, {"rejects": "3" * 32, "reason": "bad answers"}),
         (2, {"pause": PauseSpec("wait", cache=CacheUse.KEEP, wait_timeout_s=2.5)}),
+        (2, {"pause": PauseSpec("wait", cache=CacheUse.SHARE)}),
         (3, {"clears": True}),
     ],
-    ids=["nothing", "a reason", "a pause", "clearing"],
+    ids=["nothing", "a reason", "a pause", "a pause that shares", "clearing"],
 )
 def test_a_plan_has_the_oldest_format_that_says_it(number: int, chosen: dict[str, Any]) -> None:
     plan = replace(planned(ApplyOrder.ROLLING, 3, 1), **chosen)

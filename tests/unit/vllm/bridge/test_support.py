@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 
 from weightsync.vllm.bridge.llm_calls import EngineCores
-from weightsync.vllm.bridge.support import config_refusals, safety_warnings
+from weightsync.vllm.bridge.support import accepted_caches, config_refusals, safety_warnings
 from weightsync.vllm.draft import draft_refusals
 
 
 def _refusals(
-    parallel: dict[str, Any], *, cores: int | None = None, client: Any = None, **more: Any
+    parallel: dict[str, Any],
+    *,
+    cores: int | None = None,
+    client: Any = None,
+    accept_caches: bool = False,
+    **more: Any,
 ) -> tuple[str, ...]:
     sizes = {
         "data_parallel_size": 1,
@@ -32,7 +37,7 @@ def _refusals(
     )
     engines = range(sizes["data_parallel_size"] if cores is None else cores)
     client = client or SimpleNamespace(core_engines=list(engines), call_utility_all_async=None)
-    return config_refusals(config, EngineCores(client))
+    return config_refusals(config, EngineCores(client), accept_caches=accept_caches)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,10 @@ def test_a_cache_outside_of_the_engine_is_refused_by_name(
     (sentence,) = _refusals({}, **config)
     assert told in sentence
     assert f"start vLLM without --{name}-transfer-config" in sentence
+    assert "or with WEIGHTSYNC_ACCEPT_CACHES=1 in its environment" in sentence
+    (warning,) = accepted_caches(SimpleNamespace(**config))
+    assert told in warning
+    assert _refusals({}, accept_caches=True, **config) == ()
 
 
 @pytest.mark.parametrize("name", ["kv", "ec"])
