@@ -84,6 +84,7 @@ class DraftedSite:
             flags=[
                 "--speculative-config",
                 json.dumps(spec),
+                "--enable-prompt-tokens-details",
                 "--worker-extension-cls",
                 "tests.support.draft_extension.DraftExtension",
             ],
@@ -188,6 +189,25 @@ def test_both_become_what_a_fresh_engine_loads_and_go_back(site: DraftedSite) ->
     with site.client() as trainer:
         trainer.rollback(reason="test")
     assert (site.digests(), site.answer()) == before
+
+
+def test_no_cached_key_of_either_crosses_a_version(site: DraftedSite) -> None:
+    tokens = [10 + at % 200 for at in range(0, 900, 3)]
+
+    def asked(**more: str) -> tuple[str, int]:
+        body = {"model": "model", "prompt": tokens, "max_tokens": 8, "temperature": 0, **more}
+        status, answer = site.vllm.request("/v1/completions", body)
+        assert status == 200, answer
+        cached = (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        return answer["choices"][0]["text"], cached
+
+    for at, name in enumerate("baba"):
+        _live(site, name)
+        text, cached = asked()
+        assert (cached > 0) == (at > 1), "keys of a version that returned are found, and no others"
+        again, found = asked()
+        assert (again, found > 0) == (text, True)
+        assert asked(cache_salt=f"unused{at}") == (text, 0)
 
 
 def test_a_rank_that_fails_leaves_both_as_they_were(site: DraftedSite) -> None:

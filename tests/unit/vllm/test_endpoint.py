@@ -44,7 +44,9 @@ class Served(Llm):
 
     async def ask(self, http_request: object) -> object:
         """Answer with what the engine was asked for."""
-        self.output_processor.add_request(SimpleNamespace(request_id="r", pooling_params=None))
+        self.output_processor.add_request(
+            SimpleNamespace(request_id="r", pooling_params=None, cache_salt=None)
+        )
         return responses.JSONResponse({})
 
 

@@ -14,7 +14,7 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from pathlib import Path
 
-_BETWEEN = PauseSpec(BETWEEN_STEPS, CACHE_LINEAGE, cache=CacheUse.KEEP)
+_BETWEEN = PauseSpec(BETWEEN_STEPS, cache=CacheUse.KEEP)
 
 
 @pytest.fixture(autouse=True)
@@ -99,10 +99,10 @@ async def test_a_switch_that_fails_leaves_the_host_fenced_until_its_member_says_
 @pytest.mark.parametrize(
     ("ability", "pause", "sentence"),
     [
-        (BETWEEN_STEPS, CACHE_LINEAGE, _BETWEEN, "cannot change weights between two steps"),
+        (BETWEEN_STEPS, _BETWEEN, "cannot change weights between two steps"),
         (
             CACHE_LINEAGE,
-            PauseSpec(BETWEEN_STEPS, CACHE_LINEAGE, CacheUse.RECOMPUTE),
+            PauseSpec(BETWEEN_STEPS, CacheUse.RECOMPUTE),
             "cannot recompute keys between two steps",
         ),
         (FENCES_ON_EXPIRY, None, "resumes when a pause times out"),
