@@ -50,7 +50,8 @@ class Site:
         values: dict[str, Any] = {
             "engine": ["none"],
             "listen": [self.address],
-            "authority": None if kind == "open to all" else self._authority,
+            "authority": None if kind.startswith("open to all") else self._authority,
+            "host_names": ["weights.test"] if kind.endswith("with a name") else [],
             "run_dir": folder,
             "state_dir": folder / "state",
             "store": "memory://",
@@ -206,10 +207,17 @@ async def test_a_site_that_gives_this_address_a_name_reads_nothing(site: Site, p
             async with site.get(path, host=host, **proof) as answer:
                 refused = json.loads(await answer.aread())
             assert answer.status_code == 403, host
-            assert refused["error"].startswith("ask for this by an address or as localhost")
+            assert refused["error"].startswith("ask for this by an IP address or as localhost")
     for public in _FILES:
         async with site.get(public, host="evil.test") as answer:
             assert answer.status_code == 200, "it holds no data"
+
+
+@pytest.mark.parametrize("site", ["open to all, with a name"], indirect=True)
+async def test_a_name_of_the_server_may_be_asked(site: Site) -> None:
+    for host, status in (("weights.test:8551", 200), ("evil.test", 403)):
+        async with site.get("/v1/weightsync/applies", host=host) as answer:
+            assert answer.status_code == status
 
 
 async def test_who_proves_a_role_may_use_any_name(site: Site) -> None:
