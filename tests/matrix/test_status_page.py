@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +42,8 @@ pytestmark = pytest.mark.timeout(170)
 
 _HOSTILE = '<img src="/x" onerror="alert(1)"><script>alert(2)</script>'
 _MEMBERS = 64
-#: Pages that may be open at once.
-_MOST = 32
+#: Pages that one caller may have open at once.
+_SHARE = 8
 
 
 @pytest.fixture(scope="module")
@@ -252,16 +253,69 @@ def test_a_page_that_is_one_too_many_says_so_and_is_shown_later(
     url = f"http://127.0.0.1:{port}/"
     server = FollowingServer(tmp_path, "--http", f"127.0.0.1:{port}")
     with server.running(), contextlib.ExitStack() as others:
-        for _ in range(_MOST):
+        for _ in range(_SHARE):
             stream = others.enter_context(httpx.stream("GET", url + EVENTS[1:], trust_env=False))
             assert stream.status_code == 200
         with open_page(browser, url) as page:
             connection = page.locator("#connection")
-            expect(connection).to_contain_text(
-                "Refused: close a status page that is open elsewhere"
-            )
+            expect(connection).to_contain_text(f"Refused: close one of the {_SHARE} status pages")
             others.close()
             expect(connection).to_have_text("Connected; what is shown is live")
+
+
+#: Lets a test hide and show a page as a browser does with its tabs; one without a screen shows all.
+_TABS = """
+let shown = !location.hash.includes("hidden");
+Object.defineProperty(Document.prototype, "hidden", { get: () => !shown });
+window.setShown = (now) => { shown = now; document.dispatchEvent(new Event("visibilitychange")); };
+"""
+
+
+def test_a_hidden_page_holds_no_stream_and_a_shown_one_follows_again(
+    browser: Browser, tmp_path: Path
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/"
+    server = FollowingServer(tmp_path, "--http", f"127.0.0.1:{port}")
+    asked: list[str] = []
+
+    def streams() -> int:
+        """Return how many of this caller's are open, by how many more it may open."""
+        with contextlib.ExitStack() as stack:
+            for more in range(_SHARE + 1):
+                stream = httpx.stream("GET", url + EVENTS[1:], trust_env=False)
+                if stack.enter_context(stream).status_code == 429:
+                    return _SHARE - more
+        raise AssertionError("there is no bound")
+
+    def until(count: int) -> None:
+        end = time.monotonic() + 60
+        while streams() != count:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+
+    with server.running(), open_page(browser, "about:blank") as page:
+        page.add_init_script(_TABS)
+        page.on("request", lambda request: asked.append(request.url))
+        connection = page.locator("#connection")
+        # Opened in a tab behind: it asks for nothing before it is shown.
+        page.goto(f"{url}#hidden")
+        expect(connection).to_have_text("Not followed while this tab is hidden")
+        assert url + EVENTS[1:] not in asked
+        page.evaluate("setShown(true)")
+        expect(connection).to_have_text("Connected; what is shown is live")
+        until(1)
+        page.evaluate("setShown(false)")
+        expect(connection).to_have_text("Not followed while this tab is hidden")
+        until(0)
+        # Hidden, it tries nothing again, whatever becomes of the server.
+        server.stop()
+        server.start()
+        before = len(asked)
+        page.wait_for_timeout(3000)
+        assert len(asked) == before
+        page.evaluate("setShown(true)")
+        expect(connection).to_have_text("Connected; what is shown is live")
 
 
 def test_two_hundred_versions_and_names_that_a_trainer_chose(browser: Browser) -> None:

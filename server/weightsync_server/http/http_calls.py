@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.auth.admission import Admission, Proofs
 from weightsync_server.auth.audit import noting
-from weightsync_server.auth.caller import AskedRequests, Caller, UseCase
+from weightsync_server.auth.caller import AskedRequests, Caller, UseCase, name_of
 from weightsync_server.auth.principals import EVERYBODY
 from weightsync_server.http.known_hosts import KnownHosts
 
@@ -65,6 +65,10 @@ class HttpCalls:
         except WeightSyncError:
             return False
         return True
+
+    def name(self, sender: HttpRequest) -> str:
+        """Return who sends a request that was permitted, as shares and rates count."""
+        return name_of(self._admission.identify(_proofs(sender)), sender.peer)
 
     async def call(self, method: str, message: Any, sender: HttpRequest) -> Any:
         """Return the one response of a method.

@@ -437,7 +437,8 @@ async function run() {
   for (let failed = 0; ; ) {
     let pause, text;
     try {
-      [pause, text] = await follow();
+      // A tab may be opened hidden, and is not followed before it is shown.
+      [pause, text] = document.hidden ? [0, ""] : await follow();
       failed = 0;
     } catch {
       [pause, text] = [Math.min(10, 2 ** failed++), AWAY];
