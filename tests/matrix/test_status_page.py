@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import re
 import signal
 import subprocess
@@ -25,7 +27,7 @@ from tests.support.fleet_hosts import make_member
 from tests.support.following import FollowingServer, checkpoint, step
 from tests.support.secured import Secured
 from tests.support.several_engines import engine_host
-from weightsync_client import ApplyKind, ClientError
+from weightsync_client import ApplyKind, ApplyPhase, ClientError
 from weightsync_server.coordination import open_register
 from weightsync_server.fleet.fleet_settings import FleetLimits
 from weightsync_server.http.status_page import EVENTS
@@ -129,12 +131,24 @@ def test_what_happens_to_a_host_is_seen_while_it_does(site: Site) -> None:
     host.plan("apply.commit=1*sleep(6)")
     with ThreadPoolExecutor(1) as pool:
         applying = pool.submit(client.apply, second)
-        site.says(f"An apply is in progress; live until it ends: version {first}.")
+        # Either is held there; the other waits for it.
+        expect(site.state).to_have_text(
+            re.compile(
+                f"^Applying version {second}: commit and verify on engine [ab]; "
+                f"live until it ends: version {first}\\.$"
+            )
+        )
         expect(_row(page, "engine-rows", "a")).to_contain_text("applying")
+        facts = page.locator("#facts > div", has_text="Apply in progress")
+        expect(facts).to_contain_text("commit and verify")
+        expect(facts).to_contain_text(re.compile(r"for \d+ s, begun \d+ s ago"))
+        expect(facts).to_contain_text(f"version {first} → {second}, engine ")
+        _is_told(site, first, second)
         site.is_fine()
         take_screenshot(page, "page-apply")
         applying.result()
     site.serves(second)
+    expect(facts).to_have_count(0)
     newest = page.locator('table[data-key="apply-rows"] > tbody > tr').first
     expect(newest).to_contain_text(f"{first} → {second}")
     image = newest.get_by_role("img", name=re.compile("prepare .*, pause .*, commit .*, verify"))
@@ -173,6 +187,36 @@ def test_what_happens_to_a_host_is_seen_while_it_does(site: Site) -> None:
     button.press("Enter")
     site.is_fine()
     _take_screenshots(page)
+
+
+def _cli(site: Site, *arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "weightsync_client.cli", *arguments],
+        env=os.environ | {"WEIGHTSYNC_ADDRESS": site.host.server.address},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def _is_told(site: Site, first: int, second: int) -> None:
+    """What the page shows of the apply that runs is what GetStatus says, and people read of it."""
+    (model,) = site.client.status().models
+    running = model.running_apply
+    assert running is not None
+    assert running.phase is ApplyPhase.COMMIT
+    assert (running.previous_version, running.version) == (first, second)
+    assert (running.apply_id, running.took_s > running.in_phase_s > 0) == (model.apply_id, True)
+    phases = {one.running_apply.phase for one in model.engines if one.running_apply}
+    assert phases == {ApplyPhase.COMMIT, ApplyPhase.WAIT}
+    told = _cli(site, "status")
+    assert re.search(
+        rf"apply {model.apply_id} in progress: version {first} -> {second}, commit and verify of "
+        r"engine [ab] for [0-9.]+ s \(begun [0-9.]+ s ago\)",
+        told,
+    ), told
+    document = json.loads(_cli(site, "status", "--json"))
+    assert document["models"][0]["running_apply"]["phase"] == "commit"
 
 
 def _take_screenshots(page: Page) -> None:

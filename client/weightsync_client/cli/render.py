@@ -13,6 +13,16 @@ from weightsync_client import types
 from weightsync_client.cli.cli_options import as_commands, echo
 from weightsync_client.push_reasons import TransferPath
 
+#: What people call the phases of an apply.
+PHASES = {
+    types.ApplyPhase.UNSPECIFIED: "in a phase that this client does not know",
+    types.ApplyPhase.PREPARE: "prepare",
+    types.ApplyPhase.PAUSE: "pause",
+    types.ApplyPhase.COMMIT: "commit and verify",
+    types.ApplyPhase.RESUME: "resume",
+    types.ApplyPhase.WAIT: "waiting for other engines or the fleet",
+    types.ApplyPhase.RESTORE: "going back to the version before",
+}
 #: Characters of a version's metadata on a line.
 _METADATA = 80
 
@@ -288,7 +298,7 @@ def show_status(status: types.Status) -> None:
             _engine(model.engine, "", "  ")
         _client_runs(model.client_runs)
         if model.apply_id:
-            echo(f"  apply {model.apply_id} in progress")
+            echo(f"  apply {model.apply_id} in progress{_running(model)}")
         for slot in model.slots:
             echo(
                 f"  slot {slot.slot}: {slot.state}, version {slot.version or 'none'}, "
@@ -301,6 +311,19 @@ def show_status(status: types.Status) -> None:
                 + (", unchecked" if push.layout_check is types.LayoutCheck.UNCHECKED else "")
                 + _writers(push)
             )
+
+
+def _running(model: types.ModelStatus) -> str:
+    running = model.running_apply
+    if running is None:
+        return ""
+    whose = f" of engine {running.engine}" if len(model.engines) > 1 else ""
+    ranks = ", ".join(running.pending_ranks)
+    return (
+        (f": version {running.previous_version} -> {running.version}" if running.version else "")
+        + f", {PHASES[running.phase]}{whose} for {running.in_phase_s:.1f} s"
+        f" (begun {running.took_s:.1f} s ago)" + (f"; not done: rank {ranks}" if ranks else "")
+    )
 
 
 def _client_runs(runs: tuple[types.ClientRun, ...]) -> None:

@@ -17,6 +17,7 @@ from weightsync_server.catalog.layout_compatibility import add_suggestion
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.version_events import VersionChanged
 from weightsync_server.engine.apply_history import SERVER
+from weightsync_server.engine.apply_progress import ApplyProgress
 from weightsync_server.engine.condition import EngineCondition
 from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.engine_parts import EngineContext
@@ -51,7 +52,7 @@ _CHECK_S = 10.0
 class EngineSupervisor:
     """Holds the session with one engine; nothing else talks to it while it reconciles.
 
-    `apply_id` is of the apply that has the engine, "" when none does.
+    `progress` tells of the apply that has the engine.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class EngineSupervisor:
             model.events.on(IncomingReader, self.prefetcher.note)
         self._lock = asyncio.Lock()
         self._session: EngineSession | None = None
-        self.apply_id = ""
+        self.progress = ApplyProgress(self.name)
         self._task: asyncio.Task[None] | None = None
         self._write_at = 0.0
 
@@ -168,7 +169,10 @@ class EngineSupervisor:
     def status(self) -> pb.EngineStatus:
         loads, table = self.loads, self._model.table
         status = self._condition.status(self._session.live if self._session else None, loads)
-        status.name, status.apply_id = self.name, self.apply_id
+        status.name, status.apply_id = self.name, self.progress.apply_id
+        running = self.progress.status(self._session.ranks.pending if self._session else ())
+        if running is not None:
+            status.running_apply.CopyFrom(running)
         live, back = table.find(self.served.live), table.find(self.served.rollback_to)
         if live is not None:
             status.live_version, status.live_content_digest = live.version, live.content_digest
@@ -196,7 +200,7 @@ class EngineSupervisor:
             self.checks.owe(current)
 
     def cutover(self, session: EngineSession) -> Cutover:
-        return Cutover(session, self.journal, self._shown)
+        return Cutover(session, self.journal, self._shown, self.progress)
 
     async def takes(self, tensors: Sequence[TensorEntry], *, whole: bool = False) -> bool:
         """Ask every rank whether it takes tensors of a push; False: none can be asked now."""
@@ -245,7 +249,7 @@ class EngineSupervisor:
             self.prefetcher.interrupted()
             session = await self._usable()
             self._condition.set(pb.ENGINE_STATE_APPLYING, "")
-            self.apply_id = apply_id
+            self.progress.begin(apply_id)
             try:
                 yield session
             except OSError as error:
@@ -261,7 +265,7 @@ class EngineSupervisor:
                     self.suspect(str(error) or "an apply was interrupted")
                 raise
             finally:
-                self.apply_id = ""
+                self.progress.end()
                 if self._condition.state == pb.ENGINE_STATE_APPLYING:
                     self._condition.set(pb.ENGINE_STATE_SERVING, "")
                     if self.checks.owed or self.prefetcher.wanted:

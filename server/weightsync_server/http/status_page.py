@@ -198,6 +198,10 @@ class StatusPage:
         for model in status.models:
             model.ClearField("live_age")
             model.ClearField("newest_age")
+            model_and_engines = (model, model.engine, *model.engines)
+            for running in (one.running_apply for one in model_and_engines if _applies(one)):
+                running.ClearField("took")
+                running.ClearField("in_phase")
         return status
 
     async def _list_versions(self) -> pb.ListVersionsResponse:
@@ -265,6 +269,10 @@ class _Follower:
     async def aclose(self) -> None:
         self._ended = True
         self._page.leave(self)
+
+
+def _applies(one: pb.ModelStatus | pb.EngineStatus) -> bool:
+    return one.HasField("running_apply")
 
 
 def _over_share(who: str) -> WeightSyncError:
