@@ -99,7 +99,8 @@ def _ranks(ranks: tuple[types.RankResult, ...], indent: str = "  ") -> None:
 def _loader(rank: types.RankResult, loader: types.LoaderStatus, indent: str) -> None:
     what = f" version {loader.version}" if loader.version else ""
     done = f", {loader.percent} %" if loader.state is types.LoaderState.LOADING else ""
-    echo(f"{indent}versions are loaded beside generation ({rank.transform_reason or 'as before'})")
+    why = rank.transform_reason or "the reason is no longer known"
+    echo(f"{indent}versions are loaded beside generation ({why})")
     echo(
         f"{indent}loader {loader.state.value}{what}{done}, {size(loader.arena_bytes)} of memory, "
         f"last load {loader.load_s:.1f} s, started again {loader.restarts} times"
@@ -286,7 +287,7 @@ def show_status(status: types.Status) -> None:
         echo(f"  disk of {disk.folder} ({disk.path}): {room}{full}")
     for name, count in sorted(status.invariant_violations.items()):
         if count:
-            echo(f"  INVARIANT {name} violated {count} times")
+            echo(f"  INVARIANT {name} violated {count} times: report it with the server's log")
     for model in status.models:
         _versions(model)
         if len(model.engines) > 1:

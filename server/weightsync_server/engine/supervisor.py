@@ -43,6 +43,8 @@ _REWRITE_S = 5.0
 #: How often the engine is asked how it is, and a failed reconciliation tried again, seconds.
 _HEALTH_S = 0.5
 _RETRY_S = 5.0
+#: Why an engine is away that is dead and does not say why.
+_DEAD = "vLLM's engine process has exited; restart vLLM"
 #: How often it is begun to prove what an engine generates before that is stopped.
 _PROOFS = 3
 #: How long a push waits until the engine can be asked about its layout, seconds.
@@ -323,7 +325,7 @@ class EngineSupervisor:
     async def _step(self) -> float:
         health = await self.engine.health()
         if health.state is EngineState.DEAD:
-            raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or "the engine is dead")
+            raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or _DEAD)
         if self._condition.info is None or health.engine_id != self._condition.info.engine_id:
             await self._connect()
         elif self._condition.refused:
