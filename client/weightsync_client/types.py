@@ -115,7 +115,7 @@ class EngineState(enum.StrEnum):
     PROVING = enum.auto()
 
 
-class ApplyPhase(enum.StrEnum):
+class RunningPhase(enum.StrEnum):
     """What an apply does with an engine while it runs."""
 
     UNSPECIFIED = enum.auto()
@@ -148,7 +148,7 @@ class RunningApply:
     engine: str
     version: int
     previous_version: int
-    phase: ApplyPhase
+    phase: RunningPhase
     began: datetime | None
     took_s: float
     phase_began: datetime | None

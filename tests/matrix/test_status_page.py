@@ -27,7 +27,7 @@ from tests.support.fleet_hosts import make_member
 from tests.support.following import FollowingServer, checkpoint, step
 from tests.support.secured import Secured
 from tests.support.several_engines import engine_host
-from weightsync_client import ApplyKind, ApplyPhase, ClientError
+from weightsync_client import ApplyKind, ClientError, RunningPhase
 from weightsync_server.coordination import open_register
 from weightsync_server.fleet.fleet_settings import FleetLimits
 from weightsync_server.http.status_page import EVENTS
@@ -204,11 +204,11 @@ def _is_told(site: Site, first: int, second: int) -> None:
     (model,) = site.client.status().models
     running = model.running_apply
     assert running is not None
-    assert running.phase is ApplyPhase.COMMIT
+    assert running.phase is RunningPhase.COMMIT
     assert (running.previous_version, running.version) == (first, second)
     assert (running.apply_id, running.took_s > running.in_phase_s > 0) == (model.apply_id, True)
     phases = {one.running_apply.phase for one in model.engines if one.running_apply}
-    assert phases == {ApplyPhase.COMMIT, ApplyPhase.WAIT}
+    assert phases == {RunningPhase.COMMIT, RunningPhase.WAIT}
     told = _cli(site, "status")
     assert re.search(
         rf"apply {model.apply_id} in progress: version {first} -> {second}, commit and verify of "

@@ -307,49 +307,49 @@ APPLY_KIND_FLEET_ROLLBACK: ApplyKind.ValueType  # 7
 """Rollback of the whole fleet, at the server that was called."""
 Global___ApplyKind: _TypeAlias = ApplyKind  # noqa: Y015
 
-class _ApplyPhase:
+class _RunningPhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _ApplyPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ApplyPhase.ValueType], _builtins.type):
+class _RunningPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunningPhase.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    APPLY_PHASE_UNSPECIFIED: _ApplyPhase.ValueType  # 0
+    RUNNING_PHASE_UNSPECIFIED: _RunningPhase.ValueType  # 0
     """Not known."""
-    APPLY_PHASE_PREPARE: _ApplyPhase.ValueType  # 1
+    RUNNING_PHASE_PREPARE: _RunningPhase.ValueType  # 1
     """The version is read into memory, and every rank maps and matches it, while generation runs."""
-    APPLY_PHASE_PAUSE: _ApplyPhase.ValueType  # 2
+    RUNNING_PHASE_PAUSE: _RunningPhase.ValueType  # 2
     """Until generation stands still."""
-    APPLY_PHASE_COMMIT: _ApplyPhase.ValueType  # 3
+    RUNNING_PHASE_COMMIT: _RunningPhase.ValueType  # 3
     """Every rank writes the version and proves what it holds then: commit and verify, which are one
     call. With PAUSE_MODE_BETWEEN_STEPS: the whole switch.
     """
-    APPLY_PHASE_RESUME: _ApplyPhase.ValueType  # 4
+    RUNNING_PHASE_RESUME: _RunningPhase.ValueType  # 4
     """From the last proof until the engine runs."""
-    APPLY_PHASE_WAIT: _ApplyPhase.ValueType  # 5
+    RUNNING_PHASE_WAIT: _RunningPhase.ValueType  # 5
     """It waits for other engines of the host or for its fleet, or has done its part."""
-    APPLY_PHASE_RESTORE: _ApplyPhase.ValueType  # 6
+    RUNNING_PHASE_RESTORE: _RunningPhase.ValueType  # 6
     """The apply has failed, and the engine goes back to the version that was live."""
 
-class ApplyPhase(_ApplyPhase, metaclass=_ApplyPhaseEnumTypeWrapper):
+class RunningPhase(_RunningPhase, metaclass=_RunningPhaseEnumTypeWrapper):
     """What an apply does with an engine while it runs; PhaseDurations has the times of one that ended."""
 
-APPLY_PHASE_UNSPECIFIED: ApplyPhase.ValueType  # 0
+RUNNING_PHASE_UNSPECIFIED: RunningPhase.ValueType  # 0
 """Not known."""
-APPLY_PHASE_PREPARE: ApplyPhase.ValueType  # 1
+RUNNING_PHASE_PREPARE: RunningPhase.ValueType  # 1
 """The version is read into memory, and every rank maps and matches it, while generation runs."""
-APPLY_PHASE_PAUSE: ApplyPhase.ValueType  # 2
+RUNNING_PHASE_PAUSE: RunningPhase.ValueType  # 2
 """Until generation stands still."""
-APPLY_PHASE_COMMIT: ApplyPhase.ValueType  # 3
+RUNNING_PHASE_COMMIT: RunningPhase.ValueType  # 3
 """Every rank writes the version and proves what it holds then: commit and verify, which are one
 call. With PAUSE_MODE_BETWEEN_STEPS: the whole switch.
 """
-APPLY_PHASE_RESUME: ApplyPhase.ValueType  # 4
+RUNNING_PHASE_RESUME: RunningPhase.ValueType  # 4
 """From the last proof until the engine runs."""
-APPLY_PHASE_WAIT: ApplyPhase.ValueType  # 5
+RUNNING_PHASE_WAIT: RunningPhase.ValueType  # 5
 """It waits for other engines of the host or for its fleet, or has done its part."""
-APPLY_PHASE_RESTORE: ApplyPhase.ValueType  # 6
+RUNNING_PHASE_RESTORE: RunningPhase.ValueType  # 6
 """The apply has failed, and the engine goes back to the version that was live."""
-Global___ApplyPhase: _TypeAlias = ApplyPhase  # noqa: Y015
+Global___RunningPhase: _TypeAlias = RunningPhase  # noqa: Y015
 
 class _ApplyResult:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -3677,7 +3677,7 @@ class RunningApply(_message.Message):
     """The version to become live."""
     previous_version: _builtins.int
     """The version that is live on the engine until then."""
-    phase: Global___ApplyPhase.ValueType
+    phase: Global___RunningPhase.ValueType
     """What it does."""
     @_builtins.property
     def began(self) -> _timestamp_pb2.Timestamp:
@@ -3697,7 +3697,7 @@ class RunningApply(_message.Message):
 
     @_builtins.property
     def pending_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of APPLY_PHASE_PREPARE, once the ranks have begun: those that have not finished, as dp/pp/tp.
+        """Of RUNNING_PHASE_PREPARE, once the ranks have begun: those that have not finished, as dp/pp/tp.
         Empty otherwise: ranks answer to a commit all at once.
         """
 
@@ -3708,7 +3708,7 @@ class RunningApply(_message.Message):
         engine: _builtins.str = ...,
         version: _builtins.int = ...,
         previous_version: _builtins.int = ...,
-        phase: Global___ApplyPhase.ValueType = ...,
+        phase: Global___RunningPhase.ValueType = ...,
         began: _timestamp_pb2.Timestamp | None = ...,
         took: _duration_pb2.Duration | None = ...,
         phase_began: _timestamp_pb2.Timestamp | None = ...,

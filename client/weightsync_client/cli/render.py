@@ -15,13 +15,13 @@ from weightsync_client.push_reasons import TransferPath
 
 #: What people call the phases of an apply.
 PHASES = {
-    types.ApplyPhase.UNSPECIFIED: "in a phase that this client does not know",
-    types.ApplyPhase.PREPARE: "prepare",
-    types.ApplyPhase.PAUSE: "pause",
-    types.ApplyPhase.COMMIT: "commit and verify",
-    types.ApplyPhase.RESUME: "resume",
-    types.ApplyPhase.WAIT: "waiting for other engines or the fleet",
-    types.ApplyPhase.RESTORE: "going back to the version before",
+    types.RunningPhase.UNSPECIFIED: "in a phase that this client does not know",
+    types.RunningPhase.PREPARE: "prepare",
+    types.RunningPhase.PAUSE: "pause",
+    types.RunningPhase.COMMIT: "commit and verify",
+    types.RunningPhase.RESUME: "resume",
+    types.RunningPhase.WAIT: "waiting for other engines or the fleet",
+    types.RunningPhase.RESTORE: "going back to the version before",
 }
 #: Characters of a version's metadata on a line.
 _METADATA = 80

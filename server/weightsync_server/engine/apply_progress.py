@@ -11,12 +11,12 @@ from weightsync_server.engine.refusals import duration
 
 #: Of several engines, that is shown which is in the first of these: the others wait for it.
 _BEHIND = (
-    pb.APPLY_PHASE_RESTORE,
-    pb.APPLY_PHASE_PREPARE,
-    pb.APPLY_PHASE_PAUSE,
-    pb.APPLY_PHASE_COMMIT,
-    pb.APPLY_PHASE_RESUME,
-    pb.APPLY_PHASE_WAIT,
+    pb.RUNNING_PHASE_RESTORE,
+    pb.RUNNING_PHASE_PREPARE,
+    pb.RUNNING_PHASE_PAUSE,
+    pb.RUNNING_PHASE_COMMIT,
+    pb.RUNNING_PHASE_RESUME,
+    pb.RUNNING_PHASE_WAIT,
 )
 
 
@@ -38,13 +38,13 @@ class ApplyProgress:
         self.apply_id = ""
         self._engine = engine
         self._version = self._previous = 0
-        self._phase: pb.ApplyPhase.ValueType = pb.APPLY_PHASE_UNSPECIFIED
+        self._phase: pb.RunningPhase.ValueType = pb.RUNNING_PHASE_UNSPECIFIED
         self._began = self._entered = _Moment()
 
     def begin(self, apply_id: str) -> None:
         self.apply_id = apply_id
         self._version = self._previous = 0
-        self._phase, self._began = pb.APPLY_PHASE_UNSPECIFIED, _now()
+        self._phase, self._began = pb.RUNNING_PHASE_UNSPECIFIED, _now()
 
     def end(self) -> None:
         self.apply_id = ""
@@ -52,16 +52,16 @@ class ApplyProgress:
     def prepare(self, version: int, previous: int) -> None:
         """Begin to prepare a version, of an engine on which another is live."""
         self._version, self._previous = version, previous
-        self.enter(pb.APPLY_PHASE_PREPARE)
+        self.enter(pb.RUNNING_PHASE_PREPARE)
 
-    def enter(self, phase: pb.ApplyPhase.ValueType) -> None:
+    def enter(self, phase: pb.RunningPhase.ValueType) -> None:
         self._phase, self._entered = phase, _now()
 
     def status(self, pending_ranks: Sequence[str]) -> pb.RunningApply | None:
         """Return what GetStatus shows; `pending_ranks` have not finished what all were asked."""
         if not self.apply_id or not self._phase:
             return None
-        now, preparing = clock.monotonic(), self._phase == pb.APPLY_PHASE_PREPARE
+        now, preparing = clock.monotonic(), self._phase == pb.RUNNING_PHASE_PREPARE
         running = pb.RunningApply(
             apply_id=self.apply_id,
             engine=self._engine,

@@ -116,7 +116,7 @@ class EngineApplier:
             lease.release()
             raise
         self._context.metrics.observe_phase("prepare", target.seconds)
-        progress.enter(pb.APPLY_PHASE_WAIT)
+        progress.enter(pb.RUNNING_PHASE_WAIT)
         return target
 
     async def _refused(self, record: VersionRecord, error: WeightSyncError) -> WeightSyncError:

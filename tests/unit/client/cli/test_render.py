@@ -45,7 +45,7 @@ def test_how_far_an_apply_is(
     engines: list[str], shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = pb.RunningApply(apply_id="a1", engine="e", version=7, previous_version=6)
-    running.phase, running.pending_ranks[:] = pb.APPLY_PHASE_PREPARE, ["0/0/1", "0/0/3"]
+    running.phase, running.pending_ranks[:] = pb.RUNNING_PHASE_PREPARE, ["0/0/1", "0/0/3"]
     running.took.FromMilliseconds(2000)
     running.in_phase.FromMilliseconds(1500)
     named = [pb.EngineStatus(name=name, state=pb.ENGINE_STATE_APPLYING) for name in engines]
@@ -53,7 +53,7 @@ def test_how_far_an_apply_is(
     status = convert.from_message(types.Status, pb.GetStatusResponse(models=[model]))
     render.show_status(status)
     assert f"  apply a1 in progress: {shown}" in capsys.readouterr().out
-    assert set(render.PHASES) == set(types.ApplyPhase)
+    assert set(render.PHASES) == set(types.RunningPhase)
     render.show_json(status)
     (document,) = json.loads(capsys.readouterr().out)["models"]
     assert document["running_apply"]["phase"] == "prepare"

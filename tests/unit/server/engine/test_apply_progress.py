@@ -42,8 +42,8 @@ def seen(it: Plant, monkeypatch: pytest.MonkeyPatch) -> dict[str, pb.RunningAppl
 
 
 def _phases(seen: dict[str, pb.RunningApply]) -> dict[str, str]:
-    named = {name: pb.ApplyPhase.Name(one.phase) for name, one in seen.items()}
-    return {name: phase.removeprefix("APPLY_PHASE_") for name, phase in named.items()}
+    named = {name: pb.RunningPhase.Name(one.phase) for name, one in seen.items()}
+    return {name: phase.removeprefix("RUNNING_PHASE_") for name, phase in named.items()}
 
 
 async def test_each_phase_is_told_while_it_lasts(
@@ -95,7 +95,7 @@ async def test_the_rank_that_all_wait_for_is_named(
     applying = asyncio.create_task(it.apply(2, prepare_timeout={"seconds": 60}))
     try:
         await until(lambda: it.keeper.status().running_apply.pending_ranks == ["0/0/1"])
-        assert it.keeper.status().running_apply.phase == pb.APPLY_PHASE_PREPARE
+        assert it.keeper.status().running_apply.phase == pb.RUNNING_PHASE_PREPARE
     finally:
         go.set()
     await applying
@@ -113,25 +113,25 @@ async def test_a_question_is_no_apply(it: Plant) -> None:
 
 
 def test_of_several_engines_that_is_told_which_the_others_wait_for() -> None:
-    def engine(name: str, phase: pb.ApplyPhase.ValueType, began: int) -> pb.EngineStatus:
+    def engine(name: str, phase: pb.RunningPhase.ValueType, began: int) -> pb.EngineStatus:
         running = pb.RunningApply(engine=name, phase=phase)
         running.phase_began.FromNanoseconds(began)
         return pb.EngineStatus(name=name, running_apply=running)
 
-    a = engine("a", pb.APPLY_PHASE_WAIT, 1)
-    b = engine("b", pb.APPLY_PHASE_COMMIT, 3)
-    c = engine("c", pb.APPLY_PHASE_COMMIT, 2)
+    a = engine("a", pb.RUNNING_PHASE_WAIT, 1)
+    b = engine("b", pb.RUNNING_PHASE_COMMIT, 3)
+    c = engine("c", pb.RUNNING_PHASE_COMMIT, 2)
     for all_of in ([a, b, c], [c, b, a]):
         found = furthest_behind([pb.EngineStatus(name="idle"), *all_of])
         assert found is not None
         assert found.engine == "c"
-    back = engine("d", pb.APPLY_PHASE_RESTORE, 9)
+    back = engine("d", pb.RUNNING_PHASE_RESTORE, 9)
     assert (furthest_behind([a, b, back]) or a.running_apply).engine == "d"
     assert (furthest_behind([a]) or b.running_apply).engine == "a"
     assert furthest_behind([pb.EngineStatus(name="idle")]) is None
 
 
-@pytest.mark.parametrize("phase", sorted(set(pb.ApplyPhase.values()) - {0}))
-def test_every_phase_has_its_place(phase: pb.ApplyPhase.ValueType) -> None:
+@pytest.mark.parametrize("phase", sorted(set(pb.RunningPhase.values()) - {0}))
+def test_every_phase_has_its_place(phase: pb.RunningPhase.ValueType) -> None:
     one = pb.EngineStatus(running_apply=pb.RunningApply(phase=phase))
     assert furthest_behind([one, one]) == one.running_apply
