@@ -338,28 +338,28 @@ def test_a_hidden_page_holds_no_stream_and_a_shown_one_follows_again(
             assert time.monotonic() < end
             time.sleep(0.2)
 
-    with server.running(), open_page(browser, "about:blank") as page:
+    with open_page(browser, "about:blank") as page:
         page.add_init_script(_TABS)
         page.on("request", lambda request: asked.append(request.url))
         connection = page.locator("#connection")
-        # Opened in a tab behind: it asks for nothing before it is shown.
-        page.goto(f"{url}#hidden")
-        expect(connection).to_have_text("Not followed while this tab is hidden")
-        assert url + EVENTS[1:] not in asked
-        page.evaluate("setShown(true)")
-        expect(connection).to_have_text("Connected; what is shown is live")
-        until(1)
-        page.evaluate("setShown(false)")
-        expect(connection).to_have_text("Not followed while this tab is hidden")
-        until(0)
+        with server.running():
+            # Opened in a tab behind: it asks for nothing before it is shown.
+            page.goto(f"{url}#hidden")
+            expect(connection).to_have_text("Not followed while this tab is hidden")
+            assert url + EVENTS[1:] not in asked
+            page.evaluate("setShown(true)")
+            expect(connection).to_have_text("Connected; what is shown is live")
+            until(1)
+            page.evaluate("setShown(false)")
+            expect(connection).to_have_text("Not followed while this tab is hidden")
+            until(0)
         # Hidden, it tries nothing again, whatever becomes of the server.
-        server.stop()
-        server.start()
         before = len(asked)
         page.wait_for_timeout(3000)
         assert len(asked) == before
-        page.evaluate("setShown(true)")
-        expect(connection).to_have_text("Connected; what is shown is live")
+        with server.running():
+            page.evaluate("setShown(true)")
+            expect(connection).to_have_text("Connected; what is shown is live")
 
 
 def test_two_hundred_versions_and_names_that_a_trainer_chose(browser: Browser) -> None:

@@ -199,7 +199,7 @@ def _by_index(shards: object) -> dict[int, dict[str, Any]]:
             told = {int(index): where for index, where in shards.items()}
             if all(isinstance(where, dict) for where in told.values()):
                 return told
-    raise invalid_request("shards must map the index of each shard to where it lies on the GPU")
+    raise invalid_request("shards must map the index of each shard to its place on the GPU")
 
 
 def _digests(request: dict[str, Any]) -> bytes:

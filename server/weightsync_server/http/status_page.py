@@ -279,7 +279,7 @@ def _over_share(who: str) -> WeightSyncError:
     return WeightSyncError(
         Reason.LIMIT_EXCEEDED,
         f"close one of the {_SHARE} status pages that {who} has open, which is the most for one "
-        "caller; whoever has a token of their own has a share of their own",
+        "caller; each token has its own share",
         retry_after_s=_AGAIN_S,
     )
 

@@ -177,7 +177,7 @@ class DeltaPush:
                 wrong = error.reason in _WRONG and begun is not None
                 if left and (lost or wrong):
                     logger.warning(
-                        "a delta is applied again to a base that is read anew: %s", error.message
+                        "a delta is applied again, to a base that is read again: %s", error.message
                     )
                     continue
                 if error.reason is Reason.DATA_CORRUPT:
