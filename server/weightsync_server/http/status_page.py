@@ -198,10 +198,9 @@ class StatusPage:
         for model in status.models:
             model.ClearField("live_age")
             model.ClearField("newest_age")
-            model_and_engines = (model, model.engine, *model.engines)
-            for running in (one.running_apply for one in model_and_engines if _applies(one)):
-                running.ClearField("took")
-                running.ClearField("in_phase")
+            _clear_times(model)
+            for engine in (model.engine, *model.engines):
+                _clear_times(engine)
         return status
 
     async def _list_versions(self) -> pb.ListVersionsResponse:
@@ -271,8 +270,10 @@ class _Follower:
         self._page.leave(self)
 
 
-def _applies(one: pb.ModelStatus | pb.EngineStatus) -> bool:
-    return one.HasField("running_apply")
+def _clear_times(one: pb.ModelStatus | pb.EngineStatus) -> None:
+    if one.HasField("running_apply"):
+        one.running_apply.ClearField("took")
+        one.running_apply.ClearField("in_phase")
 
 
 def _over_share(who: str) -> WeightSyncError:

@@ -96,7 +96,7 @@ def test_a_rank_shows_what_its_loader_does(capsys: pytest.CaptureFixture[str]) -
     out = _shown(rank, capsys)
     assert "loader failed version 7, " in out
     assert "40 %" not in out, "of a load that has ended"
-    assert "(as before)" in out, "an earlier server knew the reason"
+    assert "(the reason is no longer known)" in out, "an earlier server knew it"
     assert "last failure: rank 0/0/1 failed: out of memory" in out
 
 
