@@ -115,6 +115,47 @@ class EngineState(enum.StrEnum):
     PROVING = enum.auto()
 
 
+class RunningPhase(enum.StrEnum):
+    """What an apply does with an engine while it runs."""
+
+    UNSPECIFIED = enum.auto()
+    #: Every rank maps and matches the version, while generation runs.
+    PREPARE = enum.auto()
+    PAUSE = enum.auto()
+    #: Every rank writes the version and proves what it holds then.
+    COMMIT = enum.auto()
+    RESUME = enum.auto()
+    #: For other engines or the fleet, or it has done its part.
+    WAIT = enum.auto()
+    #: The apply has failed, and the engine goes back to the version before.
+    RESTORE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RunningApply:
+    """An apply that runs now, as it concerns one engine.
+
+    Attributes:
+        apply_id: The attempt, as in logs.
+        version: The version to become live; 0: it is not chosen yet.
+        previous_version: What is live on the engine until then.
+        began: When it took the engine, `took_s` seconds ago.
+        phase_began: When the phase began, `in_phase_s` seconds ago.
+        pending_ranks: In PREPARE, the ranks that have not finished; empty: that is not known.
+    """
+
+    apply_id: str
+    engine: str
+    version: int
+    previous_version: int
+    phase: RunningPhase
+    began: datetime | None
+    took_s: float
+    phase_began: datetime | None
+    in_phase_s: float
+    pending_ranks: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """An engine beside the server; `reason` says why it is fenced or away.
@@ -128,6 +169,7 @@ class EngineStatus:
         rollback_resident: That is in memory, and where versions are loaded, loaded.
         apply_id: Apply in progress; empty: none.
         last_seen: While it is away: when it last answered; None: not since the server started.
+        running_apply: How far that apply is; None: there is none, or it is a trainer's transaction.
         cache_key: Name under which vLLM caches keys of what is live, the cache salt of a request
             without one; empty: keys are not kept apart by version.
     """
@@ -147,6 +189,7 @@ class EngineStatus:
     rollback_resident: bool = False
     apply_id: str = ""
     last_seen: datetime | None = None
+    running_apply: RunningApply | None = None
     cache_key: str = ""
 
 
@@ -623,7 +666,8 @@ class ModelStatus:
     pushed the versions, newest first. `live_age_s` and `newest_age_s` are seconds since the commit
     of a version, None where there is none. `newest_not_live` says why the newest version is not
     live and what to do; empty: it is. `last_apply` is the last one that changed something or
-    failed, without its engines.
+    failed, without its engines. `running_apply` is the one that runs now, on the engine that the
+    others wait for.
     """
 
     model: str
@@ -643,6 +687,7 @@ class ModelStatus:
     newest_age_s: float | None = None
     newest_not_live: str = ""
     last_apply: ApplyRecord | None = None
+    running_apply: RunningApply | None = None
 
 
 @dataclass(frozen=True, slots=True)

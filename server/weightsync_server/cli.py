@@ -166,7 +166,9 @@ async def _started(app: App | NodeServer, asked: asyncio.Event) -> bool:
     await asyncio.wait((starting, asking), return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()
     if not starting.done():
-        logger.info("asked to stop before it had started", extra=event("server.stopping"))
+        logger.info(
+            "the server was asked to stop while it was starting", extra=event("server.stopping")
+        )
         starting.cancel()
         await asyncio.wait([starting])
     if starting.cancelled():

@@ -100,7 +100,7 @@ def divide(
     if size < 1:
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"a wave of {size} members is empty; allow 1 or more to be unavailable",
+            f"max_unavailable must be 1 or more, not {size}: no member could change its version",
         )
     return tuple(tuple(names[at : at + size]) for at in range(0, len(names), size))
 

@@ -32,8 +32,8 @@ _GROUPS = {
         name engine listen authority tls_cert tls_key store slots memory_bytes metrics""",
     "Engines": "engines run_dir model ranks node_of node_rank",
     "Callers": """
-        tls_client_ca http import_dir metrics_open reflection max_streams max_pulls max_watches
-        max_calls max_calls_per_s max_connections reader_timeout_s""",
+        tls_client_ca http host_names import_dir metrics_open reflection max_streams max_pulls
+        max_watches max_calls max_calls_per_s max_connections reader_timeout_s""",
     "Pushes": """
         same_host same_host_socket max_pushes max_version_jump push_idle_timeout_s
         push_resume_timeout_s push_writer_timeout_s ingest fetchers read_ahead""",

@@ -15,6 +15,7 @@ from weightsync_server.engine import ApplySettings
 from weightsync_server.engine.served_engines import ServedEngines
 from weightsync_server.fleet.fleet_settings import FleetSettings
 from weightsync_server.http.extension_points import ExtensionSettings
+from weightsync_server.http.known_hosts import check_names
 from weightsync_server.model import ModelSettings
 from weightsync_server.ops.disk_watch import DataFolder
 from weightsync_server.ops.settings_group import setting
@@ -143,6 +144,13 @@ class Settings:
         "/health), for trainers and scripts that post checkpoint folders; port 0: any free port; "
         "empty: off. TLS and authority are those of listen.",
         check=_check_http,
+    )
+    host_names: list[str] = setting(
+        [],
+        "Names of this server by which --metrics, and --http without an authority file, are "
+        "answered, beside IP addresses and localhost; .example.com: all names below it. For a "
+        "Prometheus that scrapes by a DNS name.",
+        check=check_names,
     )
     import_dir: list[str] = setting(
         [],

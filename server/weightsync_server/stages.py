@@ -39,6 +39,7 @@ from weightsync_server.http.extension_points import ExtraService, MakeHttpVerbs
 from weightsync_server.http.http_app import HttpApi
 from weightsync_server.http.http_calls import HttpCalls
 from weightsync_server.http.http_server import MetricsEndpoint
+from weightsync_server.http.known_hosts import KnownHosts
 from weightsync_server.http.read_verbs import ReadVerbs
 from weightsync_server.http.status_page import StatusPage
 from weightsync_server.ingest.ingest_pool import IngestPool
@@ -395,7 +396,8 @@ def _serve_metrics(ground: GroundBundle, stack: contextlib.AsyncExitStack) -> in
         return 0
     host, _, port = address.rpartition(":")
     with _refusing_address(address, "--metrics"):
-        endpoint = MetricsEndpoint(ground.metrics.registry, host, int(port))
+        hosts = KnownHosts(ground.settings.host_names)
+        endpoint = MetricsEndpoint(ground.metrics.registry, host, int(port), hosts)
     stack.callback(endpoint.close)
     return endpoint.port
 
@@ -414,7 +416,8 @@ def _serve_verbs(
         return None
     host, _, port = settings.http.rpartition(":")
     admission = listeners.admission(Endpoint(settings.http), audit)
-    calls = HttpCalls(guarded, admission, settings.fleet.fleet)
+    hosts = KnownHosts(settings.host_names)
+    calls = HttpCalls(guarded, admission, settings.fleet.fleet, hosts)
     fault = partial(ground.metrics.violate, "only_data")
     others = [ReadVerbs(calls, settings.name).verbs]
     others += [each.verbs(calls, settings.name) for each in services]

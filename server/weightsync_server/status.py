@@ -11,6 +11,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import EngineSet
 from weightsync_server.engine.apply_history import ApplyHistory
+from weightsync_server.engine.apply_progress import furthest_behind
 from weightsync_server.model import Model
 from weightsync_server.ops.disk_watch import DiskReading, DiskWatch
 from weightsync_server.ops.metrics import Metrics
@@ -166,6 +167,7 @@ class StatusSource:
             pushes=self.pushes.status(),
             apply_id=next((one.apply_id for one in engines if one.apply_id), ""),
             client_runs=self.model.runs.status(),
+            running_apply=furthest_behind(engines),
         )
         self.applies.fill(status)
         return status

@@ -331,6 +331,7 @@ def test_without_a_collector_all_goes_on_and_what_is_lost_is_counted(
     ("name", "value", "said"),
     [
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon", "PROTOCOL is 'carrier-pigeon'"),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/no/ca.pem", "CERTIFICATE names '/no/ca.pem', which"),
         # OpenTelemetry reads it when it is imported.
         ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "abc", "COUNT_LIMIT must be .* but got abc"),
     ],

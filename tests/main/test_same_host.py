@@ -418,7 +418,7 @@ def test_a_request_to_copy_that_makes_no_sense_is_refused_in_a_sentence(
     again.hand(0)
     again.hand(1)
     assert again.commit().content_digest == again.content
-    assert "dropped a trainer" not in server.log
+    assert "closed the connection of a trainer" not in server.log
 
 
 def test_what_is_no_document_ends_its_connection_only(server: WeightSyncServer) -> None:

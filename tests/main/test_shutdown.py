@@ -149,6 +149,6 @@ def test_one_that_starts_is_stopped_as_well(folder: Path) -> None:
             with link:
                 assert server.process is not None
                 server.process.send_signal(signal.SIGTERM)
-                with pytest.raises(RuntimeError, match="asked to stop before it had started"):
+                with pytest.raises(RuntimeError, match="asked to stop while it was starting"):
                     starting.result(20)
     assert server.process.returncode == 0

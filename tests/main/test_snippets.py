@@ -17,6 +17,7 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
@@ -396,6 +397,30 @@ def test_a_server_answers_it(
 
 
 _ADDRESS = "127.0.0.1:50551"
+
+
+def test_a_server_serves_what_the_method_for_openrlhf_pushes(
+    served: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (text,) = (one.text for one in _of("python") if "def broadcast_to_vllm" in one.text)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    barriers: list[None] = []
+    own: dict[str, Any] = {"torch": torch}
+    own["torch_dist_barrier_and_cuda_sync"] = lambda: barriers.append(None)
+    exec(text.replace(_ADDRESS, served[""]), own)
+    model = torch.nn.Module()
+    trainer = SimpleNamespace(
+        actor=SimpleNamespace(model=SimpleNamespace(module=model)),
+        strategy=SimpleNamespace(args=SimpleNamespace(ds=SimpleNamespace(zero_stage=2))),
+    )
+    for sync in (1, 2):
+        model.register_parameter("w", torch.nn.Parameter(torch.full((8, 4), 10.0 + sync)))
+        own["broadcast_to_vllm"](trainer)
+        with weightsync_client.Client(served[""]) as client:
+            (live,) = [one for one in client.versions() if one.serving == "live"]
+        assert live.metadata["sync"] == str(sync)
+        assert len(barriers) == sync
+    trainer.weightsync.close()
 
 
 @pytest.mark.parametrize(

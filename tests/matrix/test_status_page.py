@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +27,7 @@ from tests.support.fleet_hosts import make_member
 from tests.support.following import FollowingServer, checkpoint, step
 from tests.support.secured import Secured
 from tests.support.several_engines import engine_host
-from weightsync_client import ApplyKind, ClientError
+from weightsync_client import ApplyKind, ClientError, RunningPhase
 from weightsync_server.coordination import open_register
 from weightsync_server.fleet.fleet_settings import FleetLimits
 from weightsync_server.http.status_page import EVENTS
@@ -41,8 +44,8 @@ pytestmark = pytest.mark.timeout(170)
 
 _HOSTILE = '<img src="/x" onerror="alert(1)"><script>alert(2)</script>'
 _MEMBERS = 64
-#: Pages that may be open at once.
-_MOST = 32
+#: Pages that one caller may have open at once.
+_SHARE = 8
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +131,24 @@ def test_what_happens_to_a_host_is_seen_while_it_does(site: Site) -> None:
     host.plan("apply.commit=1*sleep(6)")
     with ThreadPoolExecutor(1) as pool:
         applying = pool.submit(client.apply, second)
-        site.says(f"An apply is in progress; live until it ends: version {first}.")
+        # Either is held there; the other waits for it.
+        expect(site.state).to_have_text(
+            re.compile(
+                f"^Applying version {second}: commit and verify on engine [ab]; "
+                f"live until it ends: version {first}\\.$"
+            )
+        )
         expect(_row(page, "engine-rows", "a")).to_contain_text("applying")
+        facts = page.locator("#facts > div", has_text="Apply in progress")
+        expect(facts).to_contain_text("commit and verify")
+        expect(facts).to_contain_text(re.compile(r"for \d+ s, begun \d+ s ago"))
+        expect(facts).to_contain_text(f"version {first} → {second}, engine ")
+        _is_told(site, first, second)
         site.is_fine()
         take_screenshot(page, "page-apply")
         applying.result()
     site.serves(second)
+    expect(facts).to_have_count(0)
     newest = page.locator('table[data-key="apply-rows"] > tbody > tr').first
     expect(newest).to_contain_text(f"{first} → {second}")
     image = newest.get_by_role("img", name=re.compile("prepare .*, pause .*, commit .*, verify"))
@@ -172,6 +187,36 @@ def test_what_happens_to_a_host_is_seen_while_it_does(site: Site) -> None:
     button.press("Enter")
     site.is_fine()
     _take_screenshots(page)
+
+
+def _cli(site: Site, *arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "weightsync_client.cli", *arguments],
+        env=os.environ | {"WEIGHTSYNC_ADDRESS": site.host.server.address},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def _is_told(site: Site, first: int, second: int) -> None:
+    """What the page shows of the apply that runs is what GetStatus says, and people read of it."""
+    (model,) = site.client.status().models
+    running = model.running_apply
+    assert running is not None
+    assert running.phase is RunningPhase.COMMIT
+    assert (running.previous_version, running.version) == (first, second)
+    assert (running.apply_id, running.took_s > running.in_phase_s > 0) == (model.apply_id, True)
+    phases = {one.running_apply.phase for one in model.engines if one.running_apply}
+    assert phases == {RunningPhase.COMMIT, RunningPhase.WAIT}
+    told = _cli(site, "status")
+    assert re.search(
+        rf"apply {model.apply_id} in progress: version {first} -> {second}, commit and verify of "
+        r"engine [ab] for [0-9.]+ s \(begun [0-9.]+ s ago\)",
+        told,
+    ), told
+    document = json.loads(_cli(site, "status", "--json"))
+    assert document["models"][0]["running_apply"]["phase"] == "commit"
 
 
 def _take_screenshots(page: Page) -> None:
@@ -252,15 +297,68 @@ def test_a_page_that_is_one_too_many_says_so_and_is_shown_later(
     url = f"http://127.0.0.1:{port}/"
     server = FollowingServer(tmp_path, "--http", f"127.0.0.1:{port}")
     with server.running(), contextlib.ExitStack() as others:
-        for _ in range(_MOST):
+        for _ in range(_SHARE):
             stream = others.enter_context(httpx.stream("GET", url + EVENTS[1:], trust_env=False))
             assert stream.status_code == 200
         with open_page(browser, url) as page:
             connection = page.locator("#connection")
-            expect(connection).to_contain_text(
-                "Refused: close a status page that is open elsewhere"
-            )
+            expect(connection).to_contain_text(f"Refused: close one of the {_SHARE} status pages")
             others.close()
+            expect(connection).to_have_text("Connected; what is shown is live")
+
+
+#: Lets a test hide and show a page as a browser does with its tabs; one without a screen shows all.
+_TABS = """
+let shown = !location.hash.includes("hidden");
+Object.defineProperty(Document.prototype, "hidden", { get: () => !shown });
+window.setShown = (now) => { shown = now; document.dispatchEvent(new Event("visibilitychange")); };
+"""
+
+
+def test_a_hidden_page_holds_no_stream_and_a_shown_one_follows_again(
+    browser: Browser, tmp_path: Path
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/"
+    server = FollowingServer(tmp_path, "--http", f"127.0.0.1:{port}")
+    asked: list[str] = []
+
+    def streams() -> int:
+        """Return how many of this caller's are open, by how many more it may open."""
+        with contextlib.ExitStack() as stack:
+            for more in range(_SHARE + 1):
+                stream = httpx.stream("GET", url + EVENTS[1:], trust_env=False)
+                if stack.enter_context(stream).status_code == 429:
+                    return _SHARE - more
+        raise AssertionError("there is no bound")
+
+    def until(count: int) -> None:
+        end = time.monotonic() + 60
+        while streams() != count:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+
+    with open_page(browser, "about:blank") as page:
+        page.add_init_script(_TABS)
+        page.on("request", lambda request: asked.append(request.url))
+        connection = page.locator("#connection")
+        with server.running():
+            # Opened in a tab behind: it asks for nothing before it is shown.
+            page.goto(f"{url}#hidden")
+            expect(connection).to_have_text("Not followed while this tab is hidden")
+            assert url + EVENTS[1:] not in asked
+            page.evaluate("setShown(true)")
+            expect(connection).to_have_text("Connected; what is shown is live")
+            until(1)
+            page.evaluate("setShown(false)")
+            expect(connection).to_have_text("Not followed while this tab is hidden")
+            until(0)
+        # Hidden, it tries nothing again, whatever becomes of the server.
+        before = len(asked)
+        page.wait_for_timeout(3000)
+        assert len(asked) == before
+        with server.running():
+            page.evaluate("setShown(true)")
             expect(connection).to_have_text("Connected; what is shown is live")
 
 

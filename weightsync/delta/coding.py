@@ -109,10 +109,13 @@ def total_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def check_counts(coding: Coding, width: int, elements: int, counts: Counts) -> None:
     """Refuse, as SHARD_INVALID, counts that such a tensor cannot have; `width` is in bytes."""
     if (coding.positions is Positions.NONE) != (coding.values is Values.DENSE):
-        raise invalid(f"positions {coding.positions.name} with values {coding.values.name}")
+        raise invalid(
+            f"positions are coded as {coding.positions.name} and values as {coding.values.name}, "
+            "which do not go together"
+        )
     if coding.values is Values.SM and width != 2:
         raise invalid(
-            f"elements of {width} bytes have SM values, which only elements of 2 bytes can have"
+            f"values of elements of {width} bytes are coded as SM, which is for 2 bytes alone"
         )
     most_skips = (elements - counts.changed) // SKIP.get(coding.positions, elements + 1)
     good = (

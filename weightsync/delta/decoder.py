@@ -172,5 +172,8 @@ def patch(target: NDArray[np.uint8], change: ElementUpdate) -> ElementUpdate:
     try:
         chosen().scatter(target, change.index, change.value, old)
     except Broken as error:
-        raise DeltaError(Reason.REQUEST_INVALID, f"a patch does not fit: {error}") from None
+        raise DeltaError(
+            Reason.REQUEST_INVALID,
+            f"the patch does not fit its tensor ({error}); make it again from the base",
+        ) from None
     return ElementUpdate(change.index, old)

@@ -357,7 +357,7 @@ def _check_bindings(digests: Sequence[str], index: int) -> None:
             Reason.REQUEST_INVALID, "a digest of base or layout is not 32 hexadecimal digits"
         )
     if not 0 <= index < 1 << 32:
-        raise DeltaError(Reason.REQUEST_INVALID, f"shard index {index} is not below 2^32")
+        raise DeltaError(Reason.REQUEST_INVALID, f"shard must be from 0 to 4294967295, not {index}")
 
 
 def _sampled_density(base: NDArray[np.uint8], new: NDArray[np.uint8], width: int) -> float:

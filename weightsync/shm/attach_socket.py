@@ -230,7 +230,10 @@ def _answer(peer: socket.socket, handler: AttachHandler, request: dict[str, Any]
         handler.check()
         send(peer, {})
     else:
-        raise invalid_request("this server knows no such request; see attach_server")
+        raise invalid_request(
+            "install the same weightsync release in the trainer and for the server, which does not "
+            f"know the request {str(request.get('op'))[:40]!r}"
+        )
 
 
 def _give(peer: socket.socket, found: HandedOut) -> None:

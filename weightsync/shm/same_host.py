@@ -136,7 +136,7 @@ class SameHostServer(PeerServer):
         except (EOFError, TimeoutError, ConnectionError, _RefusedError):
             pass
         except Exception as error:  # noqa: BLE001 - what a trainer sends ends only its connection
-            logger.warning("lending socket: dropped a trainer: %s", error)
+            logger.warning("same-host socket: closed the connection of a trainer: %s", error)
         finally:
             session.close()
 
@@ -177,7 +177,7 @@ def _asked(session: SameHostHandler, request: dict[str, Any]) -> WriteLease | di
         session.announce_ipc(_by_index(request.get("shards")))
         return None
     if type(shard) is not int:
-        raise invalid_request("the index of a shard is an integer")
+        raise invalid_request("shard must be a whole number")
     if op == "lend":
         return session.lend(shard)
     if op == "written":
@@ -188,7 +188,8 @@ def _asked(session: SameHostHandler, request: dict[str, Any]) -> WriteLease | di
     if op == "collected":
         return {"digests": session.collected(shard).hex()}
     raise invalid_request(
-        f"this server knows no request {str(op)[:40]!r}; see weightsync.shm.same_host"
+        "install the same weightsync release in the trainer and for the server, which does not "
+        f"know the request {str(op)[:40]!r}"
     )
 
 
@@ -198,14 +199,14 @@ def _by_index(shards: object) -> dict[int, dict[str, Any]]:
             told = {int(index): where for index, where in shards.items()}
             if all(isinstance(where, dict) for where in told.values()):
                 return told
-    raise invalid_request("name shards on a GPU by their indices")
+    raise invalid_request("shards must map the index of each shard to its place on the GPU")
 
 
 def _digests(request: dict[str, Any]) -> bytes:
     try:
         return bytes.fromhex(request["digests"])
     except (KeyError, TypeError, ValueError):
-        raise invalid_request("the digests of a shard are hexadecimal") from None
+        raise invalid_request("digests of a shard must be hexadecimal digits, as text") from None
 
 
 #: Seconds of a trainer's patience; making a shard durable is not waited for.

@@ -325,6 +325,50 @@ APPLY_KIND_FLEET_ROLLBACK: ApplyKind.ValueType  # 7
 """Rollback of the whole fleet, at the server that was called."""
 Global___ApplyKind: _TypeAlias = ApplyKind  # noqa: Y015
 
+class _RunningPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RunningPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunningPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RUNNING_PHASE_UNSPECIFIED: _RunningPhase.ValueType  # 0
+    """Not known."""
+    RUNNING_PHASE_PREPARE: _RunningPhase.ValueType  # 1
+    """The version is read into memory, and every rank maps and matches it, while generation runs."""
+    RUNNING_PHASE_PAUSE: _RunningPhase.ValueType  # 2
+    """Until generation stands still."""
+    RUNNING_PHASE_COMMIT: _RunningPhase.ValueType  # 3
+    """Every rank writes the version and proves what it holds then: commit and verify, which are one
+    call. With PAUSE_MODE_BETWEEN_STEPS: the whole switch.
+    """
+    RUNNING_PHASE_RESUME: _RunningPhase.ValueType  # 4
+    """From the last proof until the engine runs."""
+    RUNNING_PHASE_WAIT: _RunningPhase.ValueType  # 5
+    """It waits for other engines of the host or for its fleet, or has done its part."""
+    RUNNING_PHASE_RESTORE: _RunningPhase.ValueType  # 6
+    """The apply has failed, and the engine goes back to the version that was live."""
+
+class RunningPhase(_RunningPhase, metaclass=_RunningPhaseEnumTypeWrapper):
+    """What an apply does with an engine while it runs; PhaseDurations has the times of one that ended."""
+
+RUNNING_PHASE_UNSPECIFIED: RunningPhase.ValueType  # 0
+"""Not known."""
+RUNNING_PHASE_PREPARE: RunningPhase.ValueType  # 1
+"""The version is read into memory, and every rank maps and matches it, while generation runs."""
+RUNNING_PHASE_PAUSE: RunningPhase.ValueType  # 2
+"""Until generation stands still."""
+RUNNING_PHASE_COMMIT: RunningPhase.ValueType  # 3
+"""Every rank writes the version and proves what it holds then: commit and verify, which are one
+call. With PAUSE_MODE_BETWEEN_STEPS: the whole switch.
+"""
+RUNNING_PHASE_RESUME: RunningPhase.ValueType  # 4
+"""From the last proof until the engine runs."""
+RUNNING_PHASE_WAIT: RunningPhase.ValueType  # 5
+"""It waits for other engines of the host or for its fleet, or has done its part."""
+RUNNING_PHASE_RESTORE: RunningPhase.ValueType  # 6
+"""The apply has failed, and the engine goes back to the version that was live."""
+Global___RunningPhase: _TypeAlias = RunningPhase  # noqa: Y015
+
 class _ApplyResult:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -3628,6 +3672,76 @@ class PushStatus(_message.Message):
 Global___PushStatus: _TypeAlias = PushStatus  # noqa: Y015
 
 @_typing.final
+class RunningApply(_message.Message):
+    """An apply that runs now, as it concerns one engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLY_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PREVIOUS_VERSION_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    BEGAN_FIELD_NUMBER: _builtins.int
+    TOOK_FIELD_NUMBER: _builtins.int
+    PHASE_BEGAN_FIELD_NUMBER: _builtins.int
+    IN_PHASE_FIELD_NUMBER: _builtins.int
+    PENDING_RANKS_FIELD_NUMBER: _builtins.int
+    apply_id: _builtins.str
+    """Identifies the attempt, as in logs."""
+    engine: _builtins.str
+    """Name of the engine."""
+    version: _builtins.int
+    """The version to become live."""
+    previous_version: _builtins.int
+    """The version that is live on the engine until then."""
+    phase: Global___RunningPhase.ValueType
+    """What it does."""
+    @_builtins.property
+    def began(self) -> _timestamp_pb2.Timestamp:
+        """When it took the engine, wall clock of the server."""
+
+    @_builtins.property
+    def took(self) -> _duration_pb2.Duration:
+        """Time since then."""
+
+    @_builtins.property
+    def phase_began(self) -> _timestamp_pb2.Timestamp:
+        """When the phase began, wall clock of the server."""
+
+    @_builtins.property
+    def in_phase(self) -> _duration_pb2.Duration:
+        """Time since then."""
+
+    @_builtins.property
+    def pending_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of RUNNING_PHASE_PREPARE, once the ranks have begun: those that have not finished, as dp/pp/tp.
+        Empty otherwise: ranks answer to a commit all at once.
+        """
+
+    def __init__(
+        self,
+        *,
+        apply_id: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        version: _builtins.int = ...,
+        previous_version: _builtins.int = ...,
+        phase: Global___RunningPhase.ValueType = ...,
+        began: _timestamp_pb2.Timestamp | None = ...,
+        took: _duration_pb2.Duration | None = ...,
+        phase_began: _timestamp_pb2.Timestamp | None = ...,
+        in_phase: _duration_pb2.Duration | None = ...,
+        pending_ranks: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["began", b"began", "in_phase", b"in_phase", "phase_began", b"phase_began", "took", b"took"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "began", b"began", "engine", b"engine", "in_phase", b"in_phase", "pending_ranks", b"pending_ranks", "phase", b"phase", "phase_began", b"phase_began", "previous_version", b"previous_version", "took", b"took", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunningApply: _TypeAlias = RunningApply  # noqa: Y015
+
+@_typing.final
 class EngineStatus(_message.Message):
     """The engine behind the server."""
 
@@ -3648,6 +3762,7 @@ class EngineStatus(_message.Message):
     ROLLBACK_RESIDENT_FIELD_NUMBER: _builtins.int
     APPLY_ID_FIELD_NUMBER: _builtins.int
     LAST_SEEN_FIELD_NUMBER: _builtins.int
+    RUNNING_APPLY_FIELD_NUMBER: _builtins.int
     CACHE_KEY_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """Its state."""
@@ -3693,6 +3808,10 @@ class EngineStatus(_message.Message):
         started.
         """
 
+    @_builtins.property
+    def running_apply(self) -> Global___RunningApply:
+        """The apply in progress; unset: there is none, or a trainer writes the engine in a transaction."""
+
     def __init__(
         self,
         *,
@@ -3711,11 +3830,12 @@ class EngineStatus(_message.Message):
         rollback_resident: _builtins.bool = ...,
         apply_id: _builtins.str = ...,
         last_seen: _timestamp_pb2.Timestamp | None = ...,
+        running_apply: Global___RunningApply | None = ...,
         cache_key: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "running_apply", b"running_apply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "cache_key", b"cache_key", "capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "last_seen", b"last_seen", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "name", b"name", "ranks", b"ranks", "reason", b"reason", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "cache_key", b"cache_key", "capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "last_seen", b"last_seen", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "name", b"name", "ranks", b"ranks", "reason", b"reason", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "running_apply", b"running_apply", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3744,6 +3864,7 @@ class ModelStatus(_message.Message):
     NEWEST_AGE_FIELD_NUMBER: _builtins.int
     NEWEST_NOT_LIVE_FIELD_NUMBER: _builtins.int
     LAST_APPLY_FIELD_NUMBER: _builtins.int
+    RUNNING_APPLY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     live_version: _builtins.int
@@ -3796,6 +3917,10 @@ class ModelStatus(_message.Message):
     def last_apply(self) -> Global___ApplyRecord:
         """The last apply that changed something or failed, without its ranks; unset: none is recorded."""
 
+    @_builtins.property
+    def running_apply(self) -> Global___RunningApply:
+        """The apply in progress, on the engine that the others wait for; unset: as in EngineStatus."""
+
     def __init__(
         self,
         *,
@@ -3816,10 +3941,11 @@ class ModelStatus(_message.Message):
         newest_age: _duration_pb2.Duration | None = ...,
         newest_not_live: _builtins.str = ...,
         last_apply: Global___ApplyRecord | None = ...,
+        running_apply: Global___RunningApply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_apply", b"last_apply", "live_age", b"live_age", "newest_age", b"newest_age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_apply", b"last_apply", "live_age", b"live_age", "newest_age", b"newest_age", "running_apply", b"running_apply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "client_runs", b"client_runs", "engine", b"engine", "engines", b"engines", "epoch", b"epoch", "last_apply", b"last_apply", "live_age", b"live_age", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "model", b"model", "newest_age", b"newest_age", "newest_not_live", b"newest_not_live", "newest_version", b"newest_version", "pushes", b"pushes", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "client_runs", b"client_runs", "engine", b"engine", "engines", b"engines", "epoch", b"epoch", "last_apply", b"last_apply", "live_age", b"live_age", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "model", b"model", "newest_age", b"newest_age", "newest_not_live", b"newest_not_live", "newest_version", b"newest_version", "pushes", b"pushes", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "running_apply", b"running_apply", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -280,7 +280,7 @@ def _computed(
         raise _refused(
             "these buffers are in no checkpoint, so their values are not known",
             left,
-            "make them outside of the meta device",
+            'build them outside of `with torch.device("meta")`, so that they have values',
         )
     return made
 

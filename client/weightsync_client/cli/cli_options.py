@@ -178,7 +178,7 @@ MEANINGS: Mapping[ExitCode, str] = MappingProxyType(
         ExitCode.FAULT: "a bug in this program",
         ExitCode.USAGE: "wrong usage: correct the command",
         ExitCode.NOT_FOUND: "no such model, version or push",
-        ExitCode.REFUSED: "refused in the current state: do what the message says",
+        ExitCode.REFUSED: "refused as things are now: the message says what to do first",
         ExitCode.UNAVAILABLE: "server, engine or network is down, or not serving: try again later",
         ExitCode.DATA: "wrong layout or digest, or the live weights are not the expected ones",
         ExitCode.EXHAUSTED: "out of slots, memory or disk",

@@ -13,6 +13,16 @@ from weightsync_client import types
 from weightsync_client.cli.cli_options import as_commands, echo
 from weightsync_client.push_reasons import TransferPath
 
+#: What people call the phases of an apply.
+PHASES = {
+    types.RunningPhase.UNSPECIFIED: "in a phase that this client does not know",
+    types.RunningPhase.PREPARE: "prepare",
+    types.RunningPhase.PAUSE: "pause",
+    types.RunningPhase.COMMIT: "commit and verify",
+    types.RunningPhase.RESUME: "resume",
+    types.RunningPhase.WAIT: "waiting for other engines or the fleet",
+    types.RunningPhase.RESTORE: "going back to the version before",
+}
 #: Characters of a version's metadata on a line.
 _METADATA = 80
 
@@ -89,7 +99,8 @@ def _ranks(ranks: tuple[types.RankResult, ...], indent: str = "  ") -> None:
 def _loader(rank: types.RankResult, loader: types.LoaderStatus, indent: str) -> None:
     what = f" version {loader.version}" if loader.version else ""
     done = f", {loader.percent} %" if loader.state is types.LoaderState.LOADING else ""
-    echo(f"{indent}versions are loaded beside generation ({rank.transform_reason or 'as before'})")
+    why = rank.transform_reason or "the reason is no longer known"
+    echo(f"{indent}versions are loaded beside generation ({why})")
     echo(
         f"{indent}loader {loader.state.value}{what}{done}, {size(loader.arena_bytes)} of memory, "
         f"last load {loader.load_s:.1f} s, started again {loader.restarts} times"
@@ -276,7 +287,7 @@ def show_status(status: types.Status) -> None:
         echo(f"  disk of {disk.folder} ({disk.path}): {room}{full}")
     for name, count in sorted(status.invariant_violations.items()):
         if count:
-            echo(f"  INVARIANT {name} violated {count} times")
+            echo(f"  INVARIANT {name} violated {count} times: report it with the server's log")
     for model in status.models:
         _versions(model)
         if len(model.engines) > 1:
@@ -288,7 +299,7 @@ def show_status(status: types.Status) -> None:
             _engine(model.engine, "", "  ")
         _client_runs(model.client_runs)
         if model.apply_id:
-            echo(f"  apply {model.apply_id} in progress")
+            echo(f"  apply {model.apply_id} in progress{_running(model)}")
         for slot in model.slots:
             echo(
                 f"  slot {slot.slot}: {slot.state}, version {slot.version or 'none'}, "
@@ -301,6 +312,19 @@ def show_status(status: types.Status) -> None:
                 + (", unchecked" if push.layout_check is types.LayoutCheck.UNCHECKED else "")
                 + _writers(push)
             )
+
+
+def _running(model: types.ModelStatus) -> str:
+    running = model.running_apply
+    if running is None:
+        return ""
+    whose = f" of engine {running.engine}" if len(model.engines) > 1 else ""
+    ranks = ", ".join(running.pending_ranks)
+    return (
+        (f": version {running.previous_version} -> {running.version}" if running.version else "")
+        + f", {PHASES[running.phase]}{whose} for {running.in_phase_s:.1f} s"
+        f" (begun {running.took_s:.1f} s ago)" + (f"; not done: rank {ranks}" if ranks else "")
+    )
 
 
 def _client_runs(runs: tuple[types.ClientRun, ...]) -> None:

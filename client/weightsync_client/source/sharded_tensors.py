@@ -79,7 +79,10 @@ def _is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 def _whole(name: str, dtype: str, shape: Iterable[int]) -> SourceTensor:
     def no_bytes(_: object) -> Any:
-        raise refuse(Reason.FAULT, f"tensor {name!r} is not held whole by this process")
+        raise refuse(
+            Reason.FAULT,
+            f"report this fault: all of tensor {name!r} was asked of a process that has a part",
+        )
 
     return SourceTensor(name, dtype, tuple(shape), no_bytes)
 

@@ -119,7 +119,10 @@ def _drain(pairs: Iterator[object]) -> None:
             pass
     except Exception:
         # The push has failed before: that is what its caller is told.
-        logger.warning("the iterable failed when it was read to its end", exc_info=True)
+        logger.warning(
+            "the iterable of tensors raised while the rest of it was read after a failed push",
+            exc_info=True,
+        )
 
 
 def note_name(name: str, seen: set[str]) -> None:
@@ -271,7 +274,11 @@ def _entry(about: Any) -> SourceTensor:
 
 
 def _no_bytes(_: object) -> Any:
-    raise refuse(Reason.FAULT, "what is declared of a tensor has no bytes")
+    raise refuse(
+        Reason.FAULT,
+        "report this fault: the declaration of a tensor was asked for its bytes, which only the "
+        "iterable gives",
+    )
 
 
 def _facts(tensor: SourceTensor) -> tuple[str, str, tuple[int, ...]]:

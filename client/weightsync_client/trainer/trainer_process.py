@@ -177,7 +177,7 @@ def _facts_of(error: Exception) -> dict[str, Any]:
         return error.answer
     if isinstance(error, WeightSyncError):
         return {"reason": error.reason.value, "error": error.message}
-    logger.error("the trainer does not start", exc_info=error)
+    logger.error("the trainer could not start; the traceback says why", exc_info=error)
     return failure_of(error, "the start of the trainer raised")
 
 

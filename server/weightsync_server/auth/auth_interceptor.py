@@ -72,8 +72,8 @@ def reader(parse: Callable[[bytes], _T]) -> Callable[[bytes], _T]:
         if len(data) > MAX_MESSAGE_BYTES:
             raise WeightSyncError(
                 Reason.LIMIT_EXCEEDED,
-                f"a message of {len(data)} bytes; send chunks of at most 2 MiB and other messages "
-                "of at most 1 MiB",
+                f"the message has {len(data)} bytes; send chunks of at most 2 MiB and other "
+                "messages of at most 1 MiB",
             )
         try:
             return parse(data)
@@ -150,7 +150,7 @@ class _Entry:
                 f"no request arrived within {_REQUEST_S:g} s of the start of the call; call again",
             ) from None
         if data is None:
-            raise invalid_request("the call holds no request; send one")
+            raise invalid_request("send a request: the call ended without one")
         parse: Any = self._handler and self._handler.request_deserializer
         return reader(parse)(data) if parse else data
 

@@ -55,7 +55,7 @@ class Caller:
     @property
     def name(self) -> str:
         """The principal, or the host where nothing was asked; shares and rates count by it."""
-        return host_of(self.peer) if self.principal is EVERYBODY else self.principal.name
+        return name_of(self.principal, self.peer)
 
     def left_s(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - clock.monotonic())
@@ -96,6 +96,11 @@ class AskedRequests:
             self._ask(message)
             self._ask = None
         return message
+
+
+def name_of(principal: Principal, peer: str) -> str:
+    """Return the name that shares and rates count by: see `Caller.name`."""
+    return host_of(peer) if principal is EVERYBODY else principal.name
 
 
 def host_of(peer: str) -> str:

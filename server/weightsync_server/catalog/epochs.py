@@ -57,7 +57,13 @@ class Epochs:
         """
         stored = await self._store.read_epoch(self._model)
         if stored < committed:
-            logger.critical("the epoch fell to %d, but a version has epoch %d", stored, committed)
+            logger.critical(
+                "the store has epoch %d, below that of a version, %d: it was restored from an "
+                "older copy, or lost its epoch; epochs go on from %d",
+                stored,
+                committed,
+                committed,
+            )
         self.newest = max(stored, committed)
 
     def observe(self, observer: Callable[[], None]) -> None:

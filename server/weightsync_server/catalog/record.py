@@ -209,7 +209,8 @@ class VersionRecord:
         """Give it its number, known only now; FAULT if it is not being received any more."""
         if self.durability != pb.DURABILITY_RECEIVING:
             raise WeightSyncError(
-                Reason.FAULT, f"version {self.version} cannot become {number}; push it again"
+                Reason.FAULT,
+                f"push version {number} again: its push ended before it had its number",
             )
         self.version = number
 

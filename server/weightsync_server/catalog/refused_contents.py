@@ -131,4 +131,8 @@ class RefusedContents:
                 await in_thread(write_document, path, {"engines": engines})
             except OSError as error:
                 # The ranks refuse it again, if it comes to that.
-                logger.critical("could not record what engines refused: %s", error)
+                logger.critical(
+                    "check the disk of the state directory: what engines refused is not recorded "
+                    "(%s), so that after a restart they are asked to take it again",
+                    error,
+                )

@@ -152,7 +152,11 @@ class Materializer:
                     lost = error.reason is Reason.FETCHER_FAILED
                     if not left or not (lost or way.start is BuildStart.IN_PLACE):
                         raise
-                    logger.warning("version %d is made again: %s", record.version, error.message)
+                    logger.warning(
+                        "version %d is built from its delta again, because that failed: %s",
+                        record.version,
+                        error.message,
+                    )
 
     async def change(self, slot: Slot, changed: PatchInput) -> list[list[bytes]]:
         """Patch the bytes in a slot; return the digests of all tensors by shard.

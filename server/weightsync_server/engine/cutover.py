@@ -22,7 +22,9 @@ from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS, EngineState, OpenApply, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import event
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.engine.apply_progress import ApplyProgress
 from weightsync_server.engine.journal import Journal, disk_errors_logged
 from weightsync_server.engine.outcome import ApplyCause, CutoverPlan, CutoverResult, PreparedVersion
 from weightsync_server.engine.refusals import OUT_OF_REACH
@@ -94,9 +96,16 @@ class Cutover:
     here, and not another engine or the disk.
     """
 
-    def __init__(self, session: EngineSession, journal: Journal, shown: EngineMetrics) -> None:
+    def __init__(
+        self,
+        session: EngineSession,
+        journal: Journal,
+        shown: EngineMetrics,
+        progress: ApplyProgress,
+    ) -> None:
         self._session, self._journal = session, journal
         self._metrics, self._shown = session.context.metrics, shown
+        self._enter = progress.enter
         self._timeout_s = session.context.limits.commit_timeout_s
         self._open = contextlib.AsyncExitStack()
         self._began = 0.0
@@ -130,6 +139,7 @@ class Cutover:
         It keeps the lease of its pause. If not `alone`, the engine is fenced when that runs out,
         and asks for the decision, which may take `patience_s`. Each step raises as `run`.
         """
+        self._enter(pb.RUNNING_PHASE_PAUSE)
         await self._begin(plan, alone=alone)
         longest, open_apply = 0.0, None
         if not alone:
@@ -144,28 +154,34 @@ class Cutover:
                 pause = await self._open.enter_async_context(paused)
         self._began = pause.began
         self._result.pause_mode, self._result.pause_s = pause.mode, pause.seconds
+        self._enter(pb.RUNNING_PHASE_WAIT)
 
     async def write(self, plan: CutoverPlan) -> list[str]:
         """Commit on every rank and verify; return why that failed, empty: the target is proved."""
+        self._enter(pb.RUNNING_PHASE_COMMIT)
         with _cut_short():
             self._written = True
             failures = await self._tried(lambda: self._commit(plan.target, self._result))
+        self._enter(pb.RUNNING_PHASE_WAIT)
         self.at_fault = bool(failures)
         return failures
 
     async def release(self, plan: CutoverPlan) -> CutoverResult:
         """Return when the engine generates on the target, which every rank was proved to hold."""
         start = time.perf_counter()
+        self._enter(pb.RUNNING_PHASE_RESUME)
         with _cut_short():
             await failpoints.reach("apply.resume")
             await self.resume(plan.target)
         self._result.resume_s = time.perf_counter() - start
         await self.abandon()
+        self._enter(pb.RUNNING_PHASE_WAIT)
         self._result.paused_s = time.perf_counter() - self._began
         return await self._ended()
 
     async def go_back(self, plan: CutoverPlan, failures: list[str]) -> Never:
         """Raise when the engine generates on the base, proved again if anything was written."""
+        self._enter(pb.RUNNING_PHASE_RESTORE)
         with _cut_short():
             if self._written:
                 await self._restore(plan.base, failures)
@@ -215,6 +231,7 @@ class Cutover:
             ) from error
 
     async def _switch(self, plan: CutoverPlan) -> CutoverResult:
+        self._enter(pb.RUNNING_PHASE_COMMIT)
         await self._begin(plan, alone=True)
         with _cut_short(), self._bounded(plan):
             await self._between(plan)

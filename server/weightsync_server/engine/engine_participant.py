@@ -75,6 +75,8 @@ class EngineApplier:
         is only compared with what is live, and is sent to no device. `spec` None: by a pause that
         was allowed before. If this raises, nothing is changed.
         """
+        progress = self.supervisor.progress
+        progress.prepare(record.version, live.record.version)
         with translate_os_errors("the apply"):
             await failpoints.reach("apply.begin")
         seconds = timeout_s or self._context.limits.prepare_timeout_s
@@ -92,7 +94,7 @@ class EngineApplier:
                             timeout_s=seconds,
                             patch=to_write,
                             prefetched=self.supervisor.prefetcher.name_of(lease.record),
-                            apply_id=apply_id or self.supervisor.apply_id,
+                            apply_id=apply_id or progress.apply_id,
                             digests=digests,
                         )
                         if phase is not None:
@@ -114,6 +116,7 @@ class EngineApplier:
             lease.release()
             raise
         self._context.metrics.observe_phase("prepare", target.seconds)
+        progress.enter(pb.RUNNING_PHASE_WAIT)
         return target
 
     async def _refused(self, record: VersionRecord, error: WeightSyncError) -> WeightSyncError:

@@ -135,7 +135,8 @@ class ServingTime:
         if (self.permitted_s(record) or 0.0) < lease_s:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                "the engine was not allowed to serve in time; the server asks again whether it may",
+                "the permission to serve ran out before the engine had resumed; the server asks "
+                "its fleet again",
                 retry_after_s=1.0,
             )
         yield lease_id

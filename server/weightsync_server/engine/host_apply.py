@@ -516,6 +516,8 @@ async def _taken(
     try:
         async with applier.supervisor.exclusive(group.apply_id, proof_s) as session:
             member = LocalEngine(applier, session, live_version(session))
+            # For the other engines, until the version is known.
+            applier.supervisor.progress.enter(pb.RUNNING_PHASE_WAIT)
             try:
                 yield member
             except BaseException as error:  # noqa: BLE001 - it is raised below

@@ -252,7 +252,11 @@ def disk_errors_logged() -> Iterator[None]:
     try:
         yield
     except (OSError, WeightSyncError) as error:
-        logger.critical("could not record the live version yet: %s", error)
+        logger.critical(
+            "check the disk of the state directory: the live version is not recorded yet (%s); the "
+            "engine serves it, and the server writes the record again",
+            error,
+        )
 
 
 class Journal:

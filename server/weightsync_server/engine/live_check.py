@@ -211,7 +211,7 @@ class LiveChecks:
         self._on_failure(said)
 
     def _put_off(self, reason: str) -> None:
-        logger.warning("the live parameters are compared later: %s", reason)
+        logger.warning("the comparison of all live parameters was put off: %s", reason)
         self._metrics.count_live_check("cancelled")
         self._not_before = clock.monotonic() + _AGAIN_S
 

@@ -91,7 +91,7 @@ class Ranks:
     """Calls worker methods on every rank and reads their status pages.
 
     `names` are `dp/pp/tp` of each rank, in the order of replies. `nodes` stage for the ranks that
-    are not on this host.
+    are not on this host. `pending` have not finished what `reports` waits for.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Ranks:
         nodes: EngineNodes,
     ) -> None:
         self.names = tuple(names)
+        self.pending: tuple[str, ...] = ()
         self._engine = engine
         self._pages = RankPages(self.names, segments)
         self._segments = segments
@@ -340,20 +341,26 @@ class Ranks:
         """
         deadline = clock.monotonic() + timeout_s
         reports: list[Report | None] = [None] * len(self.names)
-        while any(report is None for report in reports):
-            if clock.monotonic() > deadline:
-                raise WeightSyncError(
-                    Reason.DEADLINE_EXCEEDED,
-                    f"the ranks did not finish {what} within {timeout_s:.3g} s; raise "
-                    "prepare_timeout, or check vLLM's log",
-                )
-            await asyncio.sleep(_POLL_S)
-            self._nodes.check(self._changes)
-            pages = self._pages.read()
-            for index, page in enumerate(pages):
-                reports[index] = reports[index] or read_report(self.names[index], ticket, page)
-            if on_read is not None:
-                on_read(min(shards_read(ticket, page) for page in pages))
+        self.pending = self.names
+        try:
+            while self.pending:
+                if clock.monotonic() > deadline:
+                    raise WeightSyncError(
+                        Reason.DEADLINE_EXCEEDED,
+                        f"the ranks did not finish {what} within {timeout_s:.3g} s; raise "
+                        "prepare_timeout, or check vLLM's log",
+                    )
+                await asyncio.sleep(_POLL_S)
+                self._nodes.check(self._changes)
+                pages = self._pages.read()
+                for index, page in enumerate(pages):
+                    reports[index] = reports[index] or read_report(self.names[index], ticket, page)
+                if on_read is not None:
+                    on_read(min(shards_read(ticket, page) for page in pages))
+                named = zip(self.names, reports, strict=True)
+                self.pending = tuple(name for name, report in named if report is None)
+        finally:
+            self.pending = ()
         return [report for report in reports if report is not None]
 
     async def _done(

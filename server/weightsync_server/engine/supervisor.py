@@ -17,6 +17,7 @@ from weightsync_server.catalog.layout_compatibility import add_suggestion
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.version_events import VersionChanged
 from weightsync_server.engine.apply_history import SERVER
+from weightsync_server.engine.apply_progress import ApplyProgress
 from weightsync_server.engine.condition import EngineCondition
 from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.engine_parts import EngineContext
@@ -42,6 +43,8 @@ _REWRITE_S = 5.0
 #: How often the engine is asked how it is, and a failed reconciliation tried again, seconds.
 _HEALTH_S = 0.5
 _RETRY_S = 5.0
+#: Why an engine is away that is dead and does not say why.
+_DEAD = "vLLM's engine process has exited; restart vLLM"
 #: How often it is begun to prove what an engine generates before that is stopped.
 _PROOFS = 3
 #: How long a push waits until the engine can be asked about its layout, seconds.
@@ -51,7 +54,7 @@ _CHECK_S = 10.0
 class EngineSupervisor:
     """Holds the session with one engine; nothing else talks to it while it reconciles.
 
-    `apply_id` is of the apply that has the engine, "" when none does.
+    `progress` tells of the apply that has the engine.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class EngineSupervisor:
             model.events.on(IncomingReader, self.prefetcher.note)
         self._lock = asyncio.Lock()
         self._session: EngineSession | None = None
-        self.apply_id = ""
+        self.progress = ApplyProgress(self.name)
         self._task: asyncio.Task[None] | None = None
         self._write_at = 0.0
 
@@ -168,7 +171,10 @@ class EngineSupervisor:
     def status(self) -> pb.EngineStatus:
         loads, table = self.loads, self._model.table
         status = self._condition.status(self._session.live if self._session else None, loads)
-        status.name, status.apply_id = self.name, self.apply_id
+        status.name, status.apply_id = self.name, self.progress.apply_id
+        running = self.progress.status(self._session.ranks.pending if self._session else ())
+        if running is not None:
+            status.running_apply.CopyFrom(running)
         live, back = table.find(self.served.live), table.find(self.served.rollback_to)
         if live is not None:
             status.live_version, status.live_content_digest = live.version, live.content_digest
@@ -196,7 +202,7 @@ class EngineSupervisor:
             self.checks.owe(current)
 
     def cutover(self, session: EngineSession) -> Cutover:
-        return Cutover(session, self.journal, self._shown)
+        return Cutover(session, self.journal, self._shown, self.progress)
 
     async def takes(self, tensors: Sequence[TensorEntry], *, whole: bool = False) -> bool:
         """Ask every rank whether it takes tensors of a push; False: none can be asked now."""
@@ -245,7 +251,7 @@ class EngineSupervisor:
             self.prefetcher.interrupted()
             session = await self._usable()
             self._condition.set(pb.ENGINE_STATE_APPLYING, "")
-            self.apply_id = apply_id
+            self.progress.begin(apply_id)
             try:
                 yield session
             except OSError as error:
@@ -261,7 +267,7 @@ class EngineSupervisor:
                     self.suspect(str(error) or "an apply was interrupted")
                 raise
             finally:
-                self.apply_id = ""
+                self.progress.end()
                 if self._condition.state == pb.ENGINE_STATE_APPLYING:
                     self._condition.set(pb.ENGINE_STATE_SERVING, "")
                     if self.checks.owed or self.prefetcher.wanted:
@@ -320,7 +326,7 @@ class EngineSupervisor:
         health = await self.engine.health()
         self._condition.note(health)
         if health.state is EngineState.DEAD:
-            raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or "the engine is dead")
+            raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or _DEAD)
         if self._condition.info is None or health.engine_id != self._condition.info.engine_id:
             await self._connect()
         elif self._condition.refused:

@@ -111,7 +111,9 @@ class UpdateCommitter:
                 "the update",
             ) as files:
                 if not files:
-                    raise WeightSyncError(Reason.ENGINE_REFUSED, "the update holds no file")
+                    raise WeightSyncError(
+                        Reason.ENGINE_REFUSED, "send the update again: it arrived without a tensor"
+                    )
                 model = self._model
                 return await model.adoption.receive(
                     files, metadata, model.accepted, base, model.engine_layouts

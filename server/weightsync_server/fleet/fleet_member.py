@@ -590,7 +590,9 @@ class FleetMember:
             await self._journal.stop(0)
         except WeightSyncError as error:
             # A barrier has written it down before: what is lost is why it served nothing.
-            logger.warning("that could not be recorded: %s", error)
+            logger.warning(
+                "that this host is fenced is not recorded in the state directory: %s", error
+            )
         await self.host.fence(reason)
         self._state = replace(self._state, mode=HostMode.FENCED, unasked=False, prepared=None)
 
@@ -612,7 +614,7 @@ class FleetMember:
 
     def _fail(self, target: FleetVersion, error: Exception) -> None:
         named = f"version {target.number}" if target.number else f"content {target.digest}"
-        logger.warning("%s cannot be taken: %s", named, error)
+        logger.warning("this member could not take %s of its fleet: %s", named, error)
         self._failed_in = self.view.number, clock.boottime()
         why = error.message if isinstance(error, WeightSyncError) else str(error)
         self._state = replace(self._state, failed=target, why=why)

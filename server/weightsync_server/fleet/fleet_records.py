@@ -505,7 +505,9 @@ async def create_until_answered(
         except WeightSyncError as error:
             if error.reason not in UNKNOWN_OUTCOMES:
                 raise
-            logger.warning("it is not known whether %s was created: %s", key, error)
+            logger.warning(
+                "the register did not confirm that it has %s, so it is asked again: %s", key, error
+            )
         await asyncio.sleep(_PAUSE_S)
 
 

@@ -44,7 +44,11 @@ class ServingGate:
 
 def _log_fault(closing: asyncio.Task[None]) -> None:
     if not closing.cancelled() and (error := closing.exception()) is not None:
-        logger.error("giving the engines back failed; they are reconciled", exc_info=error)
+        logger.error(
+            "the engines could not be released after an apply of the fleet; the server asks every "
+            "rank what it holds",
+            exc_info=error,
+        )
 
 
 class TakenHost:
@@ -118,7 +122,11 @@ class TakenHost:
         if not self._task.done():
             await asyncio.wait({self._task})
         if self._task.cancelled():
-            raise WeightSyncError(Reason.CANCELLED, "the cutover was cancelled")
+            raise WeightSyncError(
+                Reason.CANCELLED,
+                "the part of this host in the fleet's apply was cancelled; see "
+                "`weightsync fleet status`",
+            )
         self._task.result()
 
 
@@ -148,7 +156,8 @@ class HostPause(TakenHost):
             if one.live.record.content_digest != self.record.content_digest:
                 raise WeightSyncError(
                     Reason.ENGINE_AWAY,
-                    f"engine {one.name} serves a different version than this host reported",
+                    f"engine {one.name} serves a different version than this host reported to its "
+                    "fleet; apply again",
                 )
         standing: list[LocalEngine] = []
         settled = asyncio.Event()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.auth.admission import Admission, Proofs
 from weightsync_server.auth.audit import noting
-from weightsync_server.auth.caller import AskedRequests, Caller, UseCase
+from weightsync_server.auth.caller import AskedRequests, Caller, UseCase, name_of
 from weightsync_server.auth.principals import EVERYBODY
+from weightsync_server.http.known_hosts import KnownHosts
 
 if TYPE_CHECKING:
     from weightsync_server.http.http_server import HttpRequest
@@ -21,38 +21,43 @@ if TYPE_CHECKING:
 _PROOFS = ("authorization", "forwarded", "traceparent")
 #: Kinds of alternative names in a certificate, as `ssl` calls them, that gRPC tells as well.
 _NAMES = ("DNS", "URI", "IP Address", "email")
-#: What a Host header may be that no site can have chosen.
-_ADDRESS = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?", re.IGNORECASE)
 
 
 class HttpCalls:
     """Calls methods of this server for senders of HTTP requests, who must prove that they may.
 
     `calls` are guarded use cases, by the exact paths of their methods. `fleet` is the fleet that
-    this host is a member of; "": none.
+    this host is a member of; "": none. `hosts` are the names that senders without proof may use.
     """
 
-    def __init__(self, calls: Mapping[str, UseCase], admission: Admission, fleet: str = "") -> None:
+    def __init__(
+        self,
+        calls: Mapping[str, UseCase],
+        admission: Admission,
+        fleet: str = "",
+        hosts: KnownHosts | None = None,
+    ) -> None:
         self.fleet = fleet
+        self._hosts = hosts or KnownHosts()
         self._calls = calls
         self._admission = admission
 
     def permit(self, sender: HttpRequest, methods: Sequence[str]) -> None:
         """Refuse who may not call all of the methods: half of a verb is done for nobody.
 
-        Refused is also a GET of who has proved nothing and asks for a host by a name: any site may
-        give this address a name, and its page could read the answer (DNS rebinding). With every
-        other method browsers send an Origin header.
+        Refused is also a GET of who has proved nothing and asks by a name that a site may have
+        chosen. With every other method browsers send an Origin header.
         """
         principal = self._admission.permit(_proofs(sender), methods, sender.path)
-        if principal is EVERYBODY and sender.method in ("GET", "HEAD") and not sender.certificate:
-            for host in sender.values("host"):
-                if not _ADDRESS.fullmatch(host):
-                    raise WeightSyncError(
-                        Reason.PERMISSION_DENIED,
-                        f"ask for this by an address or as localhost, not as {host[:64]!r}; for "
-                        "other names start the server with --authority FILE",
-                    )
+        proved = principal is not EVERYBODY or bool(sender.certificate)
+        if proved or sender.method not in ("GET", "HEAD"):
+            return
+        if host := self._hosts.unknown(sender):
+            raise WeightSyncError(
+                Reason.PERMISSION_DENIED,
+                f"ask for this by an IP address or as localhost, not as {host!r}; if that is a "
+                "name of this server, start it with --host-names NAME or --authority FILE",
+            )
 
     def knows(self, sender: HttpRequest) -> bool:
         try:
@@ -60,6 +65,10 @@ class HttpCalls:
         except WeightSyncError:
             return False
         return True
+
+    def name(self, sender: HttpRequest) -> str:
+        """Return who sends a request that was permitted, as shares and rates count."""
+        return name_of(self._admission.identify(_proofs(sender)), sender.peer)
 
     async def call(self, method: str, message: Any, sender: HttpRequest) -> Any:
         """Return the one response of a method.

@@ -49,10 +49,11 @@ def answered(
     return HttpReply(status, body, "application/json", tuple(headers))
 
 
-def refusal(error: WeightSyncError) -> HttpReply:
-    status = _STATUS[STATUS[error.reason]]
+def refusal(error: WeightSyncError, status: HTTPStatus | None = None) -> HttpReply:
+    """Return what an error is answered with; a `status` of None is that of its reason."""
     if error.reason in _PASSING:
         status = HTTPStatus.SERVICE_UNAVAILABLE
+    status = status or _STATUS[STATUS[error.reason]]
     headers = []
     if error.retry_after_s is not None:
         headers.append(("Retry-After", str(max(1, math.ceil(error.retry_after_s)))))

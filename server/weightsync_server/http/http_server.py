@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -14,10 +15,15 @@ from urllib.parse import unquote
 
 from prometheus_client.exposition import choose_encoder
 
+from weightsync.log_lines import event
+from weightsync_server.http.known_hosts import KnownHosts
+
 if TYPE_CHECKING:
     import ssl
 
     from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger(__name__)
 
 
 _T = TypeVar("_T")
@@ -81,6 +87,8 @@ _MAX_REQUEST, _REQUEST_S = 16 << 10, 5.0
 #: Connections at once, those in their handshake included: the buffers of each take 0.3 MB. For the
 #: next one the one that has been silent longest is dropped, or, if all have asked, the next one.
 _MOST = 512
+#: Names that were refused of which each is logged once; of more, none is.
+_MOST_NAMES = 16
 #: Seconds until the next connection is let in where the process may open no more files.
 _FULL_S = 0.1
 #: RFC 9112, section 3: a path and a query, behind a host or not.
@@ -305,19 +313,44 @@ class HttpEndpoint:
 
 
 class MetricsEndpoint(HttpEndpoint):
-    """Serves a registry over HTTP from the event loop, on which the gauges' values change."""
+    """Serves a registry over HTTP from the event loop, on which the gauges' values change.
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    A scrape by a name that is not among the `hosts` is refused, and logged once for each name, for
+    Prometheus does not show the sentence that it is answered.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, host: str, port: int, hosts: KnownHosts | None = None
+    ) -> None:
         super().__init__(self._scrape, host, port, name="metrics")
         self._registry = registry
+        self._hosts = hosts or KnownHosts()
+        self._refused: set[str] = set()
 
     async def _scrape(self, request: HttpRequest) -> HttpReply:
+        if name := self._hosts.unknown(request):
+            return self._refusal(name)
         if request.method not in ("GET", "HEAD"):
             return HttpReply(HTTPStatus.METHOD_NOT_ALLOWED, b"GET /metrics\n")
         if request.path not in ("/metrics", "/"):
             return HttpReply(HTTPStatus.NOT_FOUND, b"metrics are at /metrics\n")
         encode, kind = choose_encoder(", ".join(request.values("accept")).lower())
         return HttpReply(HTTPStatus.OK, encode(self._registry), kind)
+
+    def _refusal(self, name: str) -> HttpReply:
+        if name not in self._refused and len(self._refused) < _MOST_NAMES:
+            self._refused.add(name)
+            logger.warning(
+                "scrape the metrics by an IP address, or start this server with --host-names NAME "
+                "if %r is its name: a request for /metrics by that name was refused",
+                name,
+                extra=event("metrics.refused"),
+            )
+        sentence = (
+            f"ask for the metrics by an IP address or as localhost, not as {name!r}; if that is a "
+            "name of this server, start it with --host-names NAME"
+        )
+        return HttpReply(HTTPStatus.FORBIDDEN, f"{sentence}\n".encode())
 
 
 def _parsed(head: str) -> HttpRequest:

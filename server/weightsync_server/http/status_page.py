@@ -21,6 +21,7 @@ from weightsync_server.http.http_messages import (
     SILENCE_S,
     Verb,
     error_document,
+    refusal,
     refuse_unknown,
 )
 from weightsync_server.http.http_server import HttpReply, HttpRequest
@@ -65,8 +66,8 @@ _HEADERS = (
 _NEEDS = (GET_STATUS, LIST_VERSIONS, LIST_APPLIES, GET_FLEET_STATUS)
 #: Who reads for all pages; each of them was let in by itself.
 _READER = Caller(EVERYBODY, GET_STATUS, RULES[GET_STATUS], "")
-#: Pages at once, and how many versions and applies they show.
-_MOST, _VERSIONS, _APPLIES = 32, 200, 20
+#: Pages at once, those of one caller, and how many versions and applies they show.
+_MOST, _SHARE, _VERSIONS, _APPLIES = 32, 8, 200, 20
 #: Seconds between two looks, between two at the fleet, which ask its coordination, and until a page
 #: that is one too many may try again.
 _LOOK_S, _FLEET_S, _AGAIN_S = 1.0, 3.0, 10.0
@@ -85,7 +86,8 @@ class StatusPage:
 
     The files hold no data. The data is that of GetStatus, ListVersions, ListApplies and
     GetFleetStatus, in one stream that sends what has changed. It is read once a second at most,
-    however many pages are open, and not at all while there is none.
+    however many pages are open, and not at all while there is none. No caller can keep the others
+    from it: a caller is a principal, or a host where nobody proves who asks.
     """
 
     def __init__(self, calls: HttpCalls, core: ServerCore) -> None:
@@ -117,7 +119,10 @@ class StatusPage:
                 f"close a status page that is open elsewhere: {_MOST} are open, which is the most",
                 retry_after_s=_AGAIN_S,
             )
-        follower = _Follower(self, lambda: self._calls.permit(request, _NEEDS))
+        who = self._calls.name(request)
+        if sum(one.who == who for one in self._followers) >= _SHARE:
+            return refusal(_over_share(who), HTTPStatus.TOO_MANY_REQUESTS)
+        follower = _Follower(self, who, lambda: self._calls.permit(request, _NEEDS))
         if not self._followers:
             self._start()
         self._followers.add(follower)
@@ -193,6 +198,9 @@ class StatusPage:
         for model in status.models:
             model.ClearField("live_age")
             model.ClearField("newest_age")
+            _clear_times(model)
+            for engine in (model.engine, *model.engines):
+                _clear_times(engine)
         return status
 
     async def _list_versions(self) -> pb.ListVersionsResponse:
@@ -226,12 +234,12 @@ class StatusPage:
 class _Follower:
     """The stream of one page: each part as it is now, then each as it becomes, then it ends.
 
-    One that reads slowly is sent fewer states, not older ones. `permit` raises once its caller may
-    read no more; the error is the last event then.
+    One that reads slowly is sent fewer states, not older ones. `permit` raises once its caller,
+    `who`, may read no more; the error is the last event then.
     """
 
-    def __init__(self, page: StatusPage, permit: Callable[[], None]) -> None:
-        self._page, self._permit = page, permit
+    def __init__(self, page: StatusPage, who: str, permit: Callable[[], None]) -> None:
+        self.who, self._page, self._permit = who, page, permit
         self._sent = 0
         self._ended = False
 
@@ -260,6 +268,21 @@ class _Follower:
     async def aclose(self) -> None:
         self._ended = True
         self._page.leave(self)
+
+
+def _clear_times(one: pb.ModelStatus | pb.EngineStatus) -> None:
+    if one.HasField("running_apply"):
+        one.running_apply.ClearField("took")
+        one.running_apply.ClearField("in_phase")
+
+
+def _over_share(who: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.LIMIT_EXCEEDED,
+        f"close one of the {_SHARE} status pages that {who} has open, which is the most for one "
+        "caller; each token has its own share",
+        retry_after_s=_AGAIN_S,
+    )
 
 
 def _encoded(name: str, message: Any) -> bytes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from opentelemetry import trace
@@ -14,8 +16,14 @@ from opentelemetry.sdk.environment_variables import (
     OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
     OTEL_BSP_MAX_QUEUE_SIZE,
     OTEL_BSP_SCHEDULE_DELAY,
+    OTEL_EXPORTER_OTLP_CERTIFICATE,
+    OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE,
+    OTEL_EXPORTER_OTLP_CLIENT_KEY,
     OTEL_EXPORTER_OTLP_ENDPOINT,
     OTEL_EXPORTER_OTLP_PROTOCOL,
+    OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE,
+    OTEL_EXPORTER_OTLP_TRACES_CLIENT_CERTIFICATE,
+    OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY,
     OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
     OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
 )
@@ -38,6 +46,10 @@ _TALKATIVE = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
 #: Spans that wait to be sent, those in one sending, and milliseconds between two, as OpenTelemetry
 #: has it where its variables are not set.
 _QUEUE, _BATCH, _DELAY_MS = 2048, 512, 5000
+#: Variables that name files in PEM: the one for traces alone, and the one for all.
+_CA = (OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE, OTEL_EXPORTER_OTLP_CERTIFICATE)
+_CERTIFICATE = (OTEL_EXPORTER_OTLP_TRACES_CLIENT_CERTIFICATE, OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE)
+_KEY = (OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY, OTEL_EXPORTER_OTLP_CLIENT_KEY)
 #: Attributes that are not ours alone keep their names.
 _COMMON = ("rpc.",)
 
@@ -63,6 +75,7 @@ class OtlpSpans:
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         with refusing_variables():
+            _check_files()
             self._exporter = _Exporter(exporter or _made_exporter(), on_drop)
             processor = _BoundedProcessor(self._exporter, on_drop)
             # Not at the exit of the process, which would wait for a collector that is away.
@@ -169,10 +182,11 @@ class _Exporter(SpanExporter):
         self._on_drop(len(spans))
         if not self._away:
             logger.warning(
-                "start the OTLP collector at %s, or set %s: it took no spans, which are dropped "
-                "until it does; pushes and applies go on",
+                "start the OTLP collector at %s, or set %s (and %s, where it has TLS): it took no "
+                "spans, which are dropped until it does; pushes and applies go on",
                 _endpoint(),
                 OTEL_EXPORTER_OTLP_ENDPOINT,
+                OTEL_EXPORTER_OTLP_CERTIFICATE,
                 extra=event("traces.dropped"),
             )
         self._away = True
@@ -221,6 +235,48 @@ def _count(name: str, default: int) -> int:
         msg = f"{name} is {value[:64]!r}, and must be a whole number from 1 to 2147483647"
         raise ValueError(msg)
     return int(value)
+
+
+def _check_files() -> None:
+    """Refuse files that are named for TLS and cannot be used: OpenTelemetry goes on without them.
+
+    Raises ValueError.
+    """
+    for name in (*_CA, *_CERTIFICATE, *_KEY):
+        if path := os.environ.get(name, ""):
+            try:
+                Path(path).read_bytes()
+            except OSError as error:
+                msg = f"{name} names {path!r}, which cannot be read ({error.strerror})"
+                raise ValueError(msg) from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    name, authority = _first_set(_CA)
+    if authority:
+        try:
+            context.load_verify_locations(authority)
+        except OSError:
+            msg = f"{name} names {authority!r}, which holds no PEM certificate"
+            raise ValueError(msg) from None
+    (named, certificate), (key_name, key) = _first_set(_CERTIFICATE), _first_set(_KEY)
+    if key and not certificate:
+        msg = f"{key_name} names a key, and {OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE} no certificate"
+        raise ValueError(msg)
+    if certificate:
+        try:
+            # The password keeps OpenSSL from asking for one at the terminal.
+            context.load_cert_chain(certificate, key or None, password="")
+        except OSError:
+            keyed = f"{key_name} the key {key!r}" if key else "no key is named beside it"
+            msg = (
+                f"{named} names {certificate!r} and {keyed}, which are not a PEM certificate with "
+                "its key, without a password"
+            )
+            raise ValueError(msg) from None
+
+
+def _first_set(names: Sequence[str]) -> tuple[str, str]:
+    """Return the first variable that is set, and what it says; the last one and "": none is."""
+    return next(((name, path) for name in names if (path := os.environ.get(name))), (names[-1], ""))
 
 
 def _endpoint() -> str:

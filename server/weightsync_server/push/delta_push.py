@@ -176,7 +176,9 @@ class DeltaPush:
                 lost = error.reason is Reason.FETCHER_FAILED
                 wrong = error.reason in _WRONG and begun is not None
                 if left and (lost or wrong):
-                    logger.warning("the base of a delta is read again: %s", error.message)
+                    logger.warning(
+                        "a delta is applied again, to a base that is read again: %s", error.message
+                    )
                     continue
                 if error.reason is Reason.DATA_CORRUPT:
                     raise self._mistaken(error) from error

@@ -178,10 +178,20 @@ async def _restore(push: Push, shard: ShardState) -> Segment:
     except WeightSyncError as error:
         if error.reason is Reason.SHUTTING_DOWN:
             raise
-        logger.warning("shard %d starts again: %s", shard.index, error.message)
+        logger.warning(
+            "shard %d of a push that continues has to be sent from its beginning: %s",
+            shard.index,
+            error.message,
+        )
     durable = shard.durable_bytes
     if good < durable:
-        logger.warning("of %d kept bytes of shard %d, %d are valid", durable, shard.index, good)
+        logger.warning(
+            "shard %d of a push that continues has to be sent again from byte %d on: the bytes "
+            "after that, of %d that were kept, are damaged",
+            shard.index,
+            good,
+            durable,
+        )
         shard.go_back(good)
         push.checkpointer.set_watermark(shard)
     if shard.arrived:

@@ -220,9 +220,13 @@ class Follower:
         """Count a failure, and log it unless it is the last one again."""
         refusal = to_refusal(error, f"following {self._origin.url}")
         if refusal is not error:
-            logger.error("following %s", self._origin.url, exc_info=error)
+            logger.error(
+                "a fault while %s was followed; it is tried again", self._origin.url, exc_info=error
+            )
         elif refusal.message != self._complaint:
-            logger.warning("%s is not followed for now: %s", self._origin.url, refusal.message)
+            logger.warning(
+                "no version can be fetched from %s for now: %s", self._origin.url, refusal.message
+            )
         self._complaint = refusal.message
         self._metrics.failures.inc()
 

@@ -153,7 +153,7 @@ def _check_room(manifest: Manifest) -> None:
     if size > free:
         raise WeightSyncError(
             Reason.MEMORY_EXHAUSTED,
-            f"a version of {size} bytes and {free} bytes of memory left; free memory on this node",
+            f"free memory on this node: the version takes {size} bytes, and {free} are left",
         )
 
 
@@ -259,10 +259,17 @@ class NodeServer:
             except Exception as error:
                 refusal = to_refusal(error, f"serving a node of {self._head.url}")
                 if refusal is not error:
-                    logger.exception("not joined to %s", self._head.url)
+                    logger.exception(
+                        "a fault of this node while it was joined to the head %s; it joins again",
+                        self._head.url,
+                    )
                 elif membership.heard or refusal.message != said:
                     # Once for each reason: a head may be away for hours.
-                    logger.warning("not joined to %s: %s", self._head.url, refusal.message)
+                    logger.warning(
+                        "this node is not joined to the head %s, and tries again: %s",
+                        self._head.url,
+                        refusal.message,
+                    )
                 said = refusal.message
             await asyncio.sleep(_AGAIN_S)
 
@@ -294,7 +301,7 @@ class _Membership:
                 async for request in requests:
                     self.heard = True
                     self._do(request)
-            raise WeightSyncError(Reason.SERVER_AWAY, "the head ended the call")
+            raise WeightSyncError(Reason.SERVER_AWAY, "the head ended the connection")
         finally:
             await cancel_tasks(relaying, *self._staging.values())
             self._copies.close()
@@ -329,7 +336,7 @@ class _Membership:
             await self._copies.stage(request)
         except Exception as error:  # noqa: BLE001 - whatever it is, the head is told of it
             refusal = error if isinstance(error, WeightSyncError) else to_refusal(error, "staging")
-            logger.warning("%s is not staged: %s", request.name, refusal.message)
+            logger.warning("this node did not stage %s: %s", request.name, refusal.message)
             self._ready(request.name, refusal)
         else:
             self._ready(request.name)

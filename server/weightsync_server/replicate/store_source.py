@@ -143,7 +143,10 @@ class StoredBytes:
     ) -> None:
         path = self._store.shard_path(version.model, version.version, index, delta=delta)
         if path is None:
-            raise WeightSyncError(Reason.DATA_CORRUPT, f"{self._store.url} keeps no shards")
+            raise WeightSyncError(
+                Reason.DATA_CORRUPT,
+                f"follow another store: {self._store.url} keeps no shards that others can read",
+            )
         await failpoints.reach("follow.shard")
         pieces = self._store.pieces(version.model, version.version, index, delta=delta)
         if self._cache is None or pieces is None or self._cache.passes(pieces):

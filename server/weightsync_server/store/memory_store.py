@@ -108,5 +108,5 @@ class MemoryStore:
 
 def _check(model: str, version: int, shard: int = 0) -> tuple[str, int]:
     if shard < 0:
-        raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard} is negative")
+        raise WeightSyncError(Reason.REQUEST_INVALID, f"shard must be 0 or more, not {shard}")
     return check_model(model), check_version(version)

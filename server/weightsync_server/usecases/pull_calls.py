@@ -116,7 +116,8 @@ def _wanted(request: pb.PullWeightsRequest, manifest: Manifest) -> Sequence[int]
         return range(count)
     if request.shard >= count:
         raise WeightSyncError(
-            Reason.REQUEST_INVALID, f"shard {request.shard} does not exist; there are {count}"
+            Reason.REQUEST_INVALID,
+            f"shard {request.shard} does not exist; the version has {count}, numbered from 0",
         )
     return (request.shard,)
 

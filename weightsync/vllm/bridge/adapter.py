@@ -439,7 +439,11 @@ class VllmEngine:
         try:
             await failpoints.reach("bridge.expire")
             if self._lease.id == lease_id:
-                logger.warning("weightsync: lease %s ran out", lease_id)
+                logger.warning(
+                    "weightsync: pause %s was not renewed in time, because its weightsync-server "
+                    "is dead, suspended or out of reach; the pause ends without it",
+                    lease_id,
+                )
                 await self._end(lease_id)
         except Exception as error:  # noqa: BLE001 - it becomes the reason of the fence
             # Nobody is there to try again, so that it must not stay paused without a reason.

@@ -96,7 +96,7 @@ class EngineOwner:
 
 
 def _invalid(what: str) -> WeightSyncError:
-    return invalid_request(f"no owner: {what}")
+    return invalid_request(f"the server does not say rightly who owns the engine: {what}")
 
 
 _Answer = TypeVar("_Answer")
@@ -196,7 +196,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         await failpoints.reach("bridge.hello")
         self._driver = request.server_id
         info = await self._engine.hello()
-        logger.info("weightsync: server %s connected", request.server_version or "of no release")
+        release = request.server_version or "of an unknown release"
+        logger.info("weightsync: weightsync-server %s connected", release)
         return pb.HelloResponse(
             protocol=request.protocol,
             engine_id=info.engine_id,
@@ -401,5 +402,5 @@ def _arguments(raw: bytes) -> dict[str, Any]:
     except ValueError:
         args = None
     if not isinstance(args, dict):
-        raise invalid_request("args_json is not a JSON object")
+        raise invalid_request("args_json must be one JSON object")
     return args

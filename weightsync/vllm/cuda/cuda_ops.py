@@ -281,7 +281,10 @@ class CudaOps:
         try:
             return self._searched(staged, live, stop)
         except torch.OutOfMemoryError:
-            logger.warning("weightsync: no memory to find what changed; everything is copied")
+            logger.warning(
+                "weightsync: the device has too little memory to find which parameters changed, "
+                "so all are copied"
+            )
             return None
 
     def _searched(self, staged: Staged, live: str, stop: Stop) -> DevicePatch | None:

@@ -45,7 +45,11 @@ class Runtime:
         try:
             return cls(ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW))
         except OSError:
-            logger.warning("weightsync: %s is not loaded; strided slices go as whole rows", name)
+            logger.warning(
+                "weightsync: %s is not loaded in this process, so that slices of columns are "
+                "copied slower, as whole rows",
+                name,
+            )
             return None
 
     def copy_rows(self, target: torch.Tensor, source: torch.Tensor, rows: PitchedRows) -> None:

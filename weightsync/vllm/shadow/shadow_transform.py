@@ -312,7 +312,7 @@ class ShadowTransform:
         report: Report,
     ) -> None:
         if loader is None:
-            raise LoaderError("there is no loader")
+            raise LoaderError("the loader beside generation does not run; apply again")
         report({"load": "starting", "percent": 0})
         loader.wait_ready(stop)
         limit_s = max(_LEAST_S, _TIMES * self._took.seconds)

@@ -91,11 +91,14 @@ def caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except PlanRefusedError as error:
         return blank | {"phase": "failed"} | refused(error)
     except StoppedError:
-        return blank | {"phase": "failed", "error": "released by the server"}
+        return blank | {"phase": "failed", "error": _RELEASED}
     except Exception as error:
         logger.exception("weightsync: a background job failed")
         return blank | {"phase": "failed", "error": f"{type(error).__name__}: {error}"}
 
+
+#: Why a job has failed that a call to release it has stopped.
+_RELEASED = "the server gave this version up before the rank was done with it"
 
 #: Does a job by the arguments of its call; returns its report.
 Work = Callable[[RankJob, dict[str, Any]], dict[str, Any]]

@@ -108,7 +108,7 @@ class Ownership:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
                 f"the engine restarted; for {_TURN_S:g} s it is reserved for the "
-                "weightsync-server that owned it before",
+                "weightsync-server that owned it before, and then this server takes it",
                 retry_after_s=1.0,
             )
         self._others = ""

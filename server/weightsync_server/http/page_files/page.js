@@ -105,6 +105,14 @@ const each = (common, all) => String(common || [...new Set(all)].filter(Boolean)
 // Sentences name fields of calls; people type commands, as the CLI shows them.
 const remedy = (reason) => parts.remedies?.[reason];
 
+const DOING = { prepare: "prepare", pause: "pause", commit: "commit and verify", resume: "resume", wait: "waiting for other engines or the fleet", restore: "going back to the version before" };
+const doing = ({ phase }) => DOING[phase] ?? words(phase);
+// Without seconds: a screen reader says this line whenever it changes.
+function runningText({ running_apply: running }, several) {
+  if (!running) return "An apply is in progress";
+  return `${running.version ? `Applying version ${running.version}` : "An apply is in progress"}: ${doing(running)}${several ? ` on engine ${running.engine}` : ""}`;
+}
+
 function stateOf(status) {
   const model = status.models[0], engines = model.engines;
   const away = engines.filter((one) => !["serving", "applying"].includes(one.state));
@@ -114,7 +122,7 @@ function stateOf(status) {
   if (away.length)
     return [away.map((one) => `Engine ${one.name} is ${words(one.state)}.`).join(" ") +
       (away.length < engines.length ? ` Of ${count(engines.length, "engine")} ${engines.length - away.length} can serve.` : ""), "bad"];
-  if (model.apply_id) return [`An apply is in progress; live until it ends: ${live === "none" ? "the engine's own weights" : `version ${live}`}.`, "busy"];
+  if (model.apply_id) return [`${runningText(model, engines.length > 1)}; live until it ends: ${live === "none" ? "the engine's own weights" : `version ${live}`}.`, "busy"];
   const serving = live === "none" ? "weights without a version" : `version ${live}`;
   return [`Serving ${serving} on ${count(engines.length, "engine")}.`, ""];
 }
@@ -166,8 +174,10 @@ function showFacts() {
   const fact = (name, value, ...more) => el("div", {}, el("dt", {}, name), el("dd", {}, value), more.filter(Boolean).map((text) => el("dd", { class: "soft" }, text)));
   const live = each(model.live_version, model.engines.map((one) => one.live_version));
   const back = each(model.rollback_version, model.engines.map((one) => one.rollback_version));
-  const last = model.last_apply;
+  const last = model.last_apply, running = model.running_apply, pending = running?.pending_ranks ?? [];
   show("facts",
+    running && fact("Apply in progress", doing(running), `for ${age(running.phase_began)}, begun ${age(running.began)} ago`,
+      `version ${running.previous_version || "?"} → ${running.version || "?"}, engine ${running.engine}`, pending.length ? `not done: rank ${pending.join(", ")}` : ""),
     fact("Live version", live, committed(model.live_version), digest(model.live_content_digest)),
     fact("Newest version", String(model.newest_version || "none"), committed(model.newest_version)),
     fact("Rollback would apply", back, model.rollback_version ? (model.rollback_resident ? "in memory" : "has to be read or loaded first") : ""),
@@ -437,7 +447,8 @@ async function run() {
   for (let failed = 0; ; ) {
     let pause, text;
     try {
-      [pause, text] = await follow();
+      // A tab may be opened hidden, and is not followed before it is shown.
+      [pause, text] = document.hidden ? [0, ""] : await follow();
       failed = 0;
     } catch {
       [pause, text] = [Math.min(10, 2 ** failed++), AWAY];

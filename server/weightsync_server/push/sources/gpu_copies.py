@@ -125,7 +125,11 @@ class GpuCopySession:
             if error.reason is not Reason.NOT_SUPPORTED:
                 raise
             del self._tasks[shard]
-            logger.info("a trainer writes its tensors itself: %s", error.message)
+            logger.info(
+                "a trainer copies its tensors from the GPU by itself, because this server cannot: "
+                "%s",
+                error.message,
+            )
             return error.message
         self._reached.add(device)
         return ""

@@ -91,6 +91,11 @@ def _kept_shard(path: Path, *, delta: bool) -> ShardCheckpoint | None:
             raise ValueError("its header is damaged")
         tensors = check_shard(index.entry, parse_header(header, int(match[2])))
     except (OSError, ValueError, WeightSyncError) as error:
-        logger.warning("what was kept of %s cannot be used: %s", path, error)
+        logger.warning(
+            "a shard of an open push has to be sent again, since what was kept of it in %s cannot "
+            "be used: %s",
+            path,
+            error,
+        )
         return None
     return ShardCheckpoint(int(match[2]), index.entry, tensors, tensor_digest(header), index.end)

@@ -121,7 +121,7 @@ def _recover_version(directory: Path, server: str) -> list[CommitRecord]:
     except FileNotFoundError:
         push = read_push(directory)
         if push is None or (is_foreign(push, server) and _untouched_s(directory) > _ABANDONED_S):
-            logger.info("removing %s: it was never committed", directory)
+            logger.info("removing %s, the rest of a push that was never committed", directory)
             shutil.rmtree(directory)
         return []
     except ValueError as error:

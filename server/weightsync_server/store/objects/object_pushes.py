@@ -75,7 +75,12 @@ class ObjectPushes:
             try:
                 record = PushRecord.from_json(decode_document(body or b"{}"))
             except ValueError as error:
-                logger.warning("the record of the push of version %d: %s", version, error)
+                logger.warning(
+                    "the record of the open push of version %d cannot be read (%s); it has to be "
+                    "begun again",
+                    version,
+                    error,
+                )
                 record = None
             if record is None or record.version != version or version in committed:
                 await self.forget(version)
@@ -108,7 +113,12 @@ class ObjectPushes:
                 raise ValueError("its header is damaged")
             tensors = check_shard(entry, parse_header(header, index))
         except (ValueError, WeightSyncError) as error:
-            logger.warning("what was kept of shard %d cannot be used: %s", index, error)
+            logger.warning(
+                "shard %d of an open push has to be sent again, since what was kept of it cannot "
+                "be used: %s",
+                index,
+                error,
+            )
             return None
         return ShardCheckpoint(index, entry, tensors, tensor_digest(header), entry.size)
 
@@ -117,5 +127,7 @@ def _receipt(key: str, body: bytes) -> ShardReceipt | None:
     try:
         return ShardReceipt.decode(body)
     except ValueError as error:
-        logger.warning("%s cannot be used: %s", key, error)
+        logger.warning(
+            "%s is no record of a received shard (%s); the shard has to be sent again", key, error
+        )
         return None

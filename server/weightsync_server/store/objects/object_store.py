@@ -131,7 +131,9 @@ class ObjectStore:
         """Return the place to load a committed shard from, or to persist one with its receipt."""
         of = self._of(model, version)
         if type(shard) is not int or shard < 0:
-            raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is not an index")
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"shard must be a whole number from 0, not {shard!r}"
+            )
         form = self._form(model, version, delta=delta)
         if form is not None and shard < len(form.shards):
             return f"{self.url}/{shard_key(model, form.shards[shard])}"

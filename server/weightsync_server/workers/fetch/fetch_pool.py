@@ -154,7 +154,9 @@ class FetcherPool(ProcessPool, FetchApi):
         heartbeat_s: float = 10.0,
     ) -> None:
         if count < 1:
-            raise WeightSyncError(Reason.REQUEST_INVALID, f"fetchers is {count}; use at least 1")
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"fetchers must be 1 or more, not {count}"
+            )
         super().__init__(_PROGRAM, count, ready_timeout_s=ready_timeout_s, heartbeat_s=heartbeat_s)
         self._on_restart = on_restart
         self._task_timeout_s = task_timeout_s

@@ -202,7 +202,11 @@ class ProcessPool:
                 lane.cancel()
             for outcome in await asyncio.gather(*lanes, return_exceptions=True):
                 if not isinstance(outcome, (ChildGoneError, asyncio.CancelledError)):
-                    logger.error("fault beside a %s", self._program.name, exc_info=outcome)
+                    logger.error(
+                        "a fault in the server while it worked with a %s process",
+                        self._program.name,
+                        exc_info=outcome,
+                    )
             await to_end(asyncio.create_task(self._bury(process)))
 
     async def _bury(self, process: ChildProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,6 +32,32 @@ def test_unchecked_is_shown_of_versions_and_pushes(
     out = capsys.readouterr().out
     assert ("unchecked" in out) is shown
     assert "apply a1 in progress" in out
+
+
+_RUNNING = [
+    (["e"], "version 6 -> 7, prepare for 1.5 s (begun 2.0 s ago); not done: rank 0/0/1, 0/0/3"),
+    (["d", "e"], "version 6 -> 7, prepare of engine e for 1.5 s (begun 2.0 s ago); not done: rank"),
+]
+
+
+@pytest.mark.parametrize(("engines", "shown"), _RUNNING)
+def test_how_far_an_apply_is(
+    engines: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = pb.RunningApply(apply_id="a1", engine="e", version=7, previous_version=6)
+    running.phase, running.pending_ranks[:] = pb.RUNNING_PHASE_PREPARE, ["0/0/1", "0/0/3"]
+    running.took.FromMilliseconds(2000)
+    running.in_phase.FromMilliseconds(1500)
+    named = [pb.EngineStatus(name=name, state=pb.ENGINE_STATE_APPLYING) for name in engines]
+    model = pb.ModelStatus(model="m", engines=named, apply_id="a1", running_apply=running)
+    status = convert.from_message(types.Status, pb.GetStatusResponse(models=[model]))
+    render.show_status(status)
+    assert f"  apply a1 in progress: {shown}" in capsys.readouterr().out
+    assert set(render.PHASES) == set(types.RunningPhase)
+    render.show_json(status)
+    (document,) = json.loads(capsys.readouterr().out)["models"]
+    assert document["running_apply"]["phase"] == "prepare"
+    assert document["running_apply"]["in_phase_s"] == 1.5
 
 
 def test_a_full_disk_is_shown_with_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +96,7 @@ def test_a_rank_shows_what_its_loader_does(capsys: pytest.CaptureFixture[str]) -
     out = _shown(rank, capsys)
     assert "loader failed version 7, " in out
     assert "40 %" not in out, "of a load that has ended"
-    assert "(as before)" in out, "an earlier server knew the reason"
+    assert "(the reason is no longer known)" in out, "an earlier server knew it"
     assert "last failure: rank 0/0/1 failed: out of memory" in out
 
 

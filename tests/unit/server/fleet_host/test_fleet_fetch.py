@@ -66,7 +66,7 @@ async def test_a_follower_in_back_off_is_woken(
         made = following(it, origin)
         made.start()
         try:
-            await until(lambda: "is not followed for now" in caplog.text)
+            await until(lambda: "no version can be fetched" in caplog.text)
             await asyncio.to_thread(mend)
             await it.host.prepare(FleetVersion(2, content(shards(2))))
             await it.host.commit(FleetVersion(2, content(shards(2))))

@@ -50,7 +50,8 @@ class Site:
         values: dict[str, Any] = {
             "engine": ["none"],
             "listen": [self.address],
-            "authority": None if kind == "open to all" else self._authority,
+            "authority": None if kind.startswith("open to all") else self._authority,
+            "host_names": ["weights.test"] if kind.endswith("with a name") else [],
             "run_dir": folder,
             "state_dir": folder / "state",
             "store": "memory://",
@@ -96,6 +97,10 @@ class Site:
     def page(self) -> StatusPage:
         return self.pages[0]
 
+    @property
+    def url(self) -> str:
+        return self._doors[0].url
+
     async def left(self) -> None:
         """Return when no page follows any more."""
         async with asyncio.timeout(30):
@@ -109,7 +114,7 @@ class Site:
         if role:
             headers["authorization"] = f"Bearer {self.tokens[role]}"
         async with (
-            httpx.AsyncClient(base_url=self._doors[0].url, timeout=60, trust_env=False) as client,
+            httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False) as client,
             client.stream(method, path, headers=headers) as answer,
         ):
             yield answer
@@ -206,10 +211,17 @@ async def test_a_site_that_gives_this_address_a_name_reads_nothing(site: Site, p
             async with site.get(path, host=host, **proof) as answer:
                 refused = json.loads(await answer.aread())
             assert answer.status_code == 403, host
-            assert refused["error"].startswith("ask for this by an address or as localhost")
+            assert refused["error"].startswith("ask for this by an IP address or as localhost")
     for public in _FILES:
         async with site.get(public, host="evil.test") as answer:
             assert answer.status_code == 200, "it holds no data"
+
+
+@pytest.mark.parametrize("site", ["open to all, with a name"], indirect=True)
+async def test_a_name_of_the_server_may_be_asked(site: Site) -> None:
+    for host, status in (("weights.test:8551", 200), ("evil.test", 403)):
+        async with site.get("/v1/weightsync/applies", host=host) as answer:
+            assert answer.status_code == status
 
 
 async def test_who_proves_a_role_may_use_any_name(site: Site) -> None:
@@ -263,6 +275,41 @@ async def test_one_page_too_many_is_refused(site: Site, monkeypatch: pytest.Monk
     await site.left()
     async with site.events() as events:
         await _until(events, "status")
+
+
+async def test_one_caller_has_a_share_of_the_pages(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_page, "_SHARE", 2)
+    async with site.events("read"), site.events("read"):
+        async with site.get(EVENTS, "read") as answer:
+            refused = json.loads(await answer.aread())
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "10"
+        assert refused["reason"] == "LIMIT_EXCEEDED"
+        assert refused["error"].startswith("close one of the 2 status pages that read has open")
+        async with site.events("push") as events:
+            await _until(events, "status")
+    await site.left()
+    async with site.events("read") as events:
+        await _until(events, "status")
+
+
+@pytest.mark.parametrize("site", ["open to all"], indirect=True)
+async def test_a_host_has_a_share_where_nobody_proves_who_asks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_page, "_SHARE", 1)
+    async with site.events(""):
+        async with site.get(EVENTS) as answer:
+            assert answer.status_code == 429
+            assert "that ipv4:127.0.0.1 has open" in (await answer.aread()).decode()
+        other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with (
+            httpx.AsyncClient(base_url=site.url, transport=other) as client,
+            client.stream("GET", EVENTS) as answer,
+        ):
+            assert answer.status_code == 200
 
 
 async def test_who_only_asks_for_the_head_follows_nothing(site: Site) -> None:

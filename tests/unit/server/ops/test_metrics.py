@@ -13,6 +13,7 @@ from weightsync import __version__
 from weightsync.engine import EngineInfo, EngineState
 from weightsync_server.http import http_server
 from weightsync_server.http.http_server import MetricsEndpoint
+from weightsync_server.http.known_hosts import KnownHosts
 from weightsync_server.ops.metrics import (
     INVARIANTS,
     PAUSE_BUCKETS,
@@ -38,7 +39,9 @@ async def endpoint(metrics: Metrics) -> AsyncIterator[MetricsEndpoint]:
     await asyncio.sleep(0)
 
 
-async def _ask(port: int, request: bytes = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") -> bytes:
+async def _ask(
+    port: int, request: bytes = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     try:
@@ -276,6 +279,46 @@ async def test_other_requests(endpoint: MetricsEndpoint, request_: bytes, status
     assert answer.split(b" ")[1] == status
     if b"HEAD" in request_:
         assert answer.endswith(b"\r\n\r\n")
+
+
+def _of(host: str, path: str = "/metrics") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+
+
+async def test_a_site_that_gives_this_address_a_name_reads_no_metrics(
+    endpoint: MetricsEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    for host in (
+        "evil.test",
+        "evil.test:9551",
+        "127.0.0.1.evil.test",
+        "localhost.evil.test",
+        "x y",
+    ):
+        for path in ("/metrics", "/", "/other"):
+            answer = await _ask(endpoint.port, _of(host, path))
+            assert answer.startswith(b"HTTP/1.1 403 "), host
+            assert b"weightsync_" not in answer
+            assert b"start it with --host-names NAME" in answer
+    # Once for each name, whatever its port, for Prometheus shows no sentence.
+    assert caplog.text.count("'evil.test' is its name") == 1
+    for number in range(100):
+        await _ask(endpoint.port, _of(f"n{number}.evil.test"))
+    assert caplog.text.count(" is its name") == 16
+
+
+async def test_prometheus_may_scrape_by_addresses_and_by_names_of_the_server(
+    metrics: Metrics,
+) -> None:
+    names = KnownHosts(["weightsync-server", "Weights.example.com", ".ws.svc.cluster.local"])
+    endpoint = MetricsEndpoint(metrics.registry, "127.0.0.1", 0, names)
+    pods = ("10.1.2.3:9551", "[fd00::1]:9551", "localhost:9551", "weightsync-server:9551")
+    fully = ("weights.example.com", "WEIGHTS.EXAMPLE.COM.:9551", "pod-0.ws.svc.cluster.local")
+    for host in (*pods, *fully, "a.b.ws.svc.cluster.local:9551"):
+        assert (await _ask(endpoint.port, _of(host))).startswith(b"HTTP/1.1 200 "), host
+    for host in ("ws.svc.cluster.local", "xws.svc.cluster.local", "example.com", "weights"):
+        assert (await _ask(endpoint.port, _of(host))).startswith(b"HTTP/1.1 403 "), host
+    endpoint.close()
 
 
 async def test_an_endless_request_is_dropped(endpoint: MetricsEndpoint) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.support.certificates import Authority
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import trace_id
@@ -25,6 +26,7 @@ from weightsync_server.ops.traces import TracedPhase, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
     from opentelemetry.sdk.trace import ReadableSpan
 
@@ -243,6 +245,52 @@ def test_wrong_variables_are_refused(
     with pytest.raises(WeightSyncError, match=f"set OpenTelemetry's variables.*{name}") as caught:
         OtlpSpans({}, lambda _: None)
     assert caught.value.reason is Reason.REQUEST_INVALID
+
+
+_OTLP = "OTEL_EXPORTER_OTLP_"
+
+
+def _refused(monkeypatch: pytest.MonkeyPatch, **variables: object) -> str:
+    """Return with which sentence variables are refused."""
+    with monkeypatch.context() as environment:
+        for name, value in variables.items():
+            environment.setenv(f"{_OTLP}{name}", str(value))
+        with pytest.raises(WeightSyncError) as caught:
+            OtlpSpans({}, lambda _: None)
+    assert caught.value.reason is Reason.REQUEST_INVALID
+    return caught.value.message
+
+
+def test_files_for_tls_that_cannot_be_used_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ours, nothing, garbage = Authority(tmp_path), tmp_path / "nothing", tmp_path / "garbage"
+    pair, other = ours.sign("collector.test"), ours.sign("other.test")
+    garbage.write_text("no certificate")
+    for name in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE"):
+        for kind in (name, f"TRACES_{name}"):
+            said = _refused(monkeypatch, **{kind: nothing})
+            assert f"{_OTLP}{kind} names '{nothing}', which cannot be read (No such file" in said
+    said = _refused(monkeypatch, TRACES_CERTIFICATE=garbage, CERTIFICATE=ours.ca)
+    assert f"{_OTLP}TRACES_CERTIFICATE names '{garbage}', which holds no PEM certificate" in said
+    said = _refused(monkeypatch, CLIENT_KEY=pair.key)
+    assert f"{_OTLP}CLIENT_KEY names a key, and {_OTLP}CLIENT_CERTIFICATE no certificate" in said
+    for key in ({"CLIENT_KEY": other.key}, {}):
+        said = _refused(monkeypatch, CLIENT_CERTIFICATE=pair.certificate, **key)
+        assert f"{_OTLP}CLIENT_CERTIFICATE names '{pair.certificate}'" in said
+        assert "are not a PEM certificate with its key" in said
+
+
+async def test_files_for_tls_that_can_be_used_are_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ours = Authority(tmp_path)
+    pair = ours.sign("collector.test")
+    files = {"CERTIFICATE": ours.ca, "CLIENT_CERTIFICATE": pair.certificate}
+    for name, path in (files | {"CLIENT_KEY": pair.key}).items():
+        monkeypatch.setenv(f"{_OTLP}{name}", str(path))
+    monkeypatch.setenv(f"{_OTLP}ENDPOINT", "https://127.0.0.1:1")
+    await OtlpSpans({}, lambda _: None).close(0.1)
 
 
 async def test_as_few_spans_may_wait_as_its_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,7 +251,8 @@ def test_a_check_gives_way_to_the_next_job_and_its_version_stays(
     assert time.monotonic() - begin < 5
     told = reader.read()
     assert told is not None
-    assert (told["phase"], told["error"]) == ("failed", "released by the server")
+    assert told["phase"] == "failed"
+    assert told["error"].startswith("the server gave this version up")
     assert rank.call("state")["prepared"] == ["base", "two"]
     assert rank.call("commit", apply_id="two")["ok"]
 

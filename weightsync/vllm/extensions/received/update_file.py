@@ -176,7 +176,7 @@ class UpdateSink:
 
     def _check_here(self) -> None:
         if self._left:
-            raise RuntimeError("this update was dropped")
+            raise RuntimeError("this update was dropped meanwhile; send it again")
 
     def end(self) -> None:
         if self._missing:
