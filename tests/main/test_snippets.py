@@ -49,6 +49,7 @@ _OTHERS_FLAGS = frozenset(
 VLLM_FLAGS = frozenset(
     {"--api-key", "--api-server-count", "--data-parallel-size", "--dtype", "--headless", "--model"}
     | {
+        "--allowed-origins",
         "--device-ids",
         "--ec-manager-config",
         "--ec-transfer-config",

@@ -52,7 +52,7 @@ class HttpCalls:
         proved = principal is not EVERYBODY or bool(sender.certificate)
         if proved or sender.method not in ("GET", "HEAD"):
             return
-        if host := self._hosts.unknown(sender):
+        if host := self._hosts.unknown(sender.values("host")):
             raise WeightSyncError(
                 Reason.PERMISSION_DENIED,
                 f"ask for this by an IP address or as localhost, not as {host!r}; if that is a "

@@ -328,7 +328,7 @@ class MetricsEndpoint(HttpEndpoint):
         self._refused: set[str] = set()
 
     async def _scrape(self, request: HttpRequest) -> HttpReply:
-        if name := self._hosts.unknown(request):
+        if name := self._hosts.unknown(request.values("host")):
             return self._refusal(name)
         if request.method not in ("GET", "HEAD"):
             return HttpReply(HTTPStatus.METHOD_NOT_ALLOWED, b"GET /metrics\n")

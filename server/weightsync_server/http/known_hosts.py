@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from weightsync_server.http.http_server import HttpRequest
 
 #: What a Host header may be that no site can have chosen.
 _ADDRESS = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?", re.IGNORECASE)
@@ -30,9 +26,9 @@ class KnownHosts:
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = frozenset(name.lower() for name in names)
 
-    def unknown(self, request: HttpRequest) -> str:
-        """Return by which unknown name a request asks, as far as it is shown; "": by none."""
-        for host in request.values("host"):
+    def unknown(self, hosts: Sequence[str]) -> str:
+        """Return which of the Host headers of a request is unknown, as it is shown; "": none."""
+        for host in hosts:
             if not _ADDRESS.fullmatch(host) and not self._has(host):
                 return _PORT.sub("", host, count=1)[:_SHOWN]
         return ""

@@ -108,11 +108,11 @@ def test_several_addresses(flags: list[str]) -> None:
     assert _flags(*flags).listeners.listen == ["unix:/a", "unix:/b"]
 
 
-#: Engines are no addresses; tests/unit/server/engine has a test of theirs.
+#: Engines and host names are no addresses; the former have their test in tests/unit/server/engine.
 SEVERAL = [
     name
     for name, field in Flags.model_fields.items()
-    if "list" in str(field.annotation) and name != "engine"
+    if "list" in str(field.annotation) and name not in ("engine", "host_names")
 ]
 
 
@@ -135,6 +135,14 @@ def test_several_values_are_written_alike_in_flags_and_variables(
     assert getattr(CliApp.run(Flags, cli_args=[flag, written]), name) == meant
     monkeypatch.setenv(f"WEIGHTSYNC_{name.upper()}", written)
     assert getattr(CliApp.run(Flags, cli_args=[]), name) == meant
+
+
+def test_host_names_are_names_alone() -> None:
+    flags = CliApp.run(Flags, cli_args=["--host-names", "weightsync, Ws.prod.svc,.example.com"])
+    assert flags.host_names == ["weightsync", "Ws.prod.svc", ".example.com"]  # type: ignore[attr-defined]  # made of settings
+    for wrong in ("ws:9551", "http://ws", "*", "*.example.com", ".", "a..b", "-a", "a b", "[::1]"):
+        with pytest.raises(ValidationError, match="host_names must be names such as"):
+            _made(host_names=[wrong])
 
 
 @pytest.mark.parametrize("written", ["", "[]", " , "])
