@@ -243,7 +243,7 @@ class BridgeClient:
         return self.call("commit", apply_id=apply_id)
 
     def apply(
-        self, version: Version, number: int, *, apply_id: str = "", **pause: str
+        self, version: Version, number: int, *, apply_id: str = "", **pause: Any
     ) -> list[dict[str, Any]]:
         """Prepare if needed, pause, commit, resume."""
         if not apply_id:
