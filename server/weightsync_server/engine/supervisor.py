@@ -317,7 +317,7 @@ class EngineSupervisor:
             self._wake.clear()
 
     async def _step(self) -> float:
-        health = await self.engine.health()
+        health = await self.engine.health(self._model.table.newest)
         if health.state is EngineState.DEAD:
             raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or "the engine is dead")
         if self._condition.info is None or health.engine_id != self._condition.info.engine_id:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from weightsync import failpoints
 from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge.live_versions import LiveVersions
+from weightsync.vllm.bridge.live_versions import KeptKeys, LiveVersions
 from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text, guarded
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ class GenerationControl:
         self.live = LiveVersions(labelled="weight_version" in vllm.capabilities)
         self._vllm = vllm
         self._on_late = on_late
+        # Nothing is computed before the first start.
+        self._kept = KeptKeys.NONE
         self._late = ""
         self._unsettled: asyncio.Task[None] | None = None
 
@@ -64,7 +66,7 @@ class GenerationControl:
         except WeightSyncError as error:
             if error.reason is Reason.ENGINE_AWAY and generated:
                 # vLLM stays paused when finishing a pause fails.
-                self.generating = True
+                self.generating, self._kept = True, KeptKeys.ALL
                 await guarded(self._vllm.resume())
             raise
 
@@ -81,7 +83,8 @@ class GenerationControl:
         stood = not self.generating
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
-        self.live.begin(version)
+        self.live.begin(version, self._kept)
+        self._kept = KeptKeys.ALL
         one = self._vllm.cores.count == 1
         start = self._start_one(version) if one else self._start_all(version, stood=stood)
         labelled = await self._owed(start, "resume")
@@ -138,6 +141,9 @@ class GenerationControl:
     async def _pause(self, mode: str, *, clear_cache: bool) -> None:
         await failpoints.reach("bridge.pause")
         await self._vllm.pause(mode, clear_cache=clear_cache)
+        if clear_cache:
+            # Until the next start nothing is computed.
+            self._kept = KeptKeys.NONE
         self.generating = False
 
     async def _resume(self) -> None:
