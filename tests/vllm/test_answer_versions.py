@@ -396,6 +396,7 @@ def test_spans_are_right_to_the_token(site: AnswerSite, how: str) -> None:
 
 
 def test_spans_of_several_choices_are_in_their_order(site: AnswerSite) -> None:
+    site.apply()
     order = _order(3, n=2) | {"prompt": ["One", "Two"]}
     _, headers, _ = site.answer("/v1/completions", order, x_weightsync_spans="1")
     assert headers["x-weightsync-spans"] == " ".join([f"{site.live}:0-3"] * 4)
@@ -436,6 +437,7 @@ def test_a_group_shares_keys_with_nobody_else(site: AnswerSite) -> None:
 
 
 def test_vllms_metrics_count_answers_and_what_was_refused(site: AnswerSite) -> None:
+    site.apply()
     answers = 'weightsync_answers_total{keys="own",versions="one"}'
     refused = 'weightsync_refused_requests_total{why="exact_version"}'
     before = [_metric(site, name) for name in (answers, refused)]
