@@ -184,6 +184,8 @@ async def test_what_is_asked_of_the_engine_after_a_switch_is_ended_too() -> None
         site.llm.ask("a")
         site.llm.token("a")
         site.go(42)
+        await turns()
+        assert site.llm.aborted[0] == ["a"]
         site.llm.ask("0_b", of="b")
         site.llm.ask("1_b", of="b", index=1)
         await turns()
