@@ -75,7 +75,7 @@ def test_a_step_is_asked_for_once(running: Running) -> None:
             asked.append(version)
             return SimpleNamespace(version=version, metadata={"step": "7", "sync": "x"})
 
-        client.get_version = get_version  # type: ignore[method-assign,assignment]
+        client.get_version = get_version  # type: ignore[method-assign]
         steps = VersionLabels(client)
         assert [steps(41), steps(41), steps(42)] == [7, 7, 7]
         assert asked == [41, 42]

@@ -16,7 +16,7 @@ from weightsync.vllm.extensions.answers.request_bounds import (
 NONE = RequestBounds()
 
 
-def _read(body: dict[str, Any] | None = None, **headers: str) -> RequestBounds:
+def _read(body: dict[str, Any] | None = None, /, **headers: str) -> RequestBounds:
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return read_bounds(raw, take_fields(body or {}))
 
