@@ -43,6 +43,7 @@ from weightsync_client.push_reasons import Fallback, Streamed, TransferPath
 from weightsync_client.source.sharded_tensors import ShardedTensor
 from weightsync_client.source.source import PushSource
 from weightsync_client.source.tensor_stream import Declared
+from weightsync_client.spans import Spans, TokenSpans, VersionSpan, versions_of
 from weightsync_client.train_calls import (
     CheckpointResult,
     TrainerState,
@@ -171,10 +172,12 @@ __all__ = [
     "ShardedTensor",
     "SlotStatus",
     "SlowestRank",
+    "Spans",
     "Status",
     "Streamed",
     "TensorInfo",
     "Timeouts",
+    "TokenSpans",
     "TrainEvent",
     "TrainProgress",
     "TrainStatus",
@@ -186,8 +189,10 @@ __all__ = [
     "Verification",
     "Version",
     "VersionChange",
+    "VersionSpan",
     "Way",
     "WeightSyncError",
+    "versions_of",
 ]
 
 #: The name of `TransferPath` up to 0.1, for one release.

@@ -15,7 +15,7 @@ from weightsync.model.digest import tensor_digest
 from weightsync.model.tensor_bits import as_ints
 from weightsync.vllm.cuda.device_patch import groups_of
 from weightsync.vllm.cuda.memory_budget import Block
-from weightsync.vllm.cuda.scatter import Scatter, Spans, launch_of
+from weightsync.vllm.cuda.scatter import Scatter, SpanPairs, launch_of
 from weightsync.vllm.cuda.staged_write import Staged
 from weightsync.vllm.cuda.uploader import StreamThrottle
 from weightsync.vllm.plan.load_plan import Strides
@@ -81,7 +81,7 @@ def test_spans_are_copied_and_compared(
     live = [torch.zeros(size + 32, dtype=torch.uint8, device=_DEVICE) for size in sizes]
     wanted = [_random(size) for size in sizes]
     pairs = [(row[16:-16], other) for row, other in zip(live, wanted, strict=True)]
-    found = Spans(kernels, pairs)
+    found = SpanPairs(kernels, pairs)
     found.compare()
     assert found.unequal() == [i for i, other in enumerate(wanted) if bool(other.any())]
     for copy in found.copies:

@@ -24,6 +24,7 @@ __all__ = [
     "perturb_checkpoint",
     "quantise_checkpoint",
     "save_tokenizer",
+    "say_one_token",
     "untrained",
 ]
 
@@ -215,6 +216,31 @@ def perturb_checkpoint(source: Path, target: Path, names: set[str], scale: float
         tensors = load_file(file)
         scaled = {k: v * scale if k in names else v for k, v in tensors.items()}
         save_file(scaled, file, metadata={"format": "pt"})
+    return target
+
+
+def say_one_token(source: Path, target: Path, token: int) -> Path:
+    """Copy an untied checkpoint so that it says one token whatever it is asked.
+
+    Which weights made a token of an answer is then plain from the token.
+    """
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.zero_()
+            elif name.endswith(("embed_tokens.weight", "model.norm.weight")):
+                tensor.fill_(1.0)
+            elif name.endswith("lm_head.weight"):
+                tensor.copy_(torch.zeros_like(tensor))
+                tensor[token] = 1.0
+        save_file(tensors, file, metadata={"format": "pt"})
     return target
 
 

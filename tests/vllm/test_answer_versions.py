@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.models import say_one_token
 from tests.support.traced import Collector
 from tests.support.vllm_fixtures import Bench, running_bench
+from weightsync_client import versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,6 +25,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 #: Enough that an apply comes between two of a long request's tokens.
 LAYERS, TOKENS = 12, 240
+#: What each of the two versions says, whatever it is asked: ids of tokens that are letters.
+SAYS = 70, 71
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -43,12 +47,19 @@ class AnswerSite:
         self.applies.append(apply_id)
         self.live = 1
 
-    def apply(self) -> None:
+    def apply(self, *, clear_cache: bool = True) -> None:
         """Apply the other of the two as the next version."""
         self.live += 1
         at = (self.live - 1) % 2
         version: Version = self.staged[at]
-        self.bench.client.apply(version, self.live, apply_id=self.applies[at])
+        lease = self.bench.client.pause(clear_cache=clear_cache)
+        for reply in self.bench.client.commit(self.applies[at]):
+            assert reply["content_digest"] == version.content_digest, reply
+        self.bench.client.resume(lease, self.live, version.content_digest)
+
+    def said_by(self, tokens: list[int]) -> list[int]:
+        """Return which of the two versions made each token: the remainder of its number by 2."""
+        return [(SAYS.index(token) + 1) % 2 for token in tokens]
 
     def switch(self) -> None:
         """Do so between two steps, without a pause."""
@@ -70,9 +81,10 @@ class AnswerSite:
             return answer.status, fields, answer.read().decode()
 
     @contextlib.contextmanager
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
+    def stream(self, path: str, body: dict[str, Any], **headers: str) -> Iterator[Any]:
         """Give an open stream whose first event has come."""
-        with self.bench.vllm.ask(path, body | {"stream": True}) as answer:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        with self.bench.vllm.ask(path, body | {"stream": True}, named) as answer:
             assert answer.status == 200, answer.read()
             assert answer.readline().startswith(b"data: {")
             yield answer
@@ -88,7 +100,9 @@ def collector(run_dir: Path) -> Iterator[Collector]:
 def site(
     checkpoint: Callable[..., Path], run_dir: Path, collector: Collector
 ) -> Iterator[AnswerSite]:
-    models = checkpoint(seed=1, layers=LAYERS), checkpoint(seed=2, layers=LAYERS)
+    source = checkpoint(seed=1, layers=LAYERS)
+    one, two = (say_one_token(source, run_dir / f"says-{token}", token) for token in SAYS)
+    models = one, two
     template = run_dir / "chat.jinja"
     template.write_text(TEMPLATE)
     flags = ["--chat-template", str(template), "--otlp-traces-endpoint", collector.endpoint]
@@ -272,6 +286,172 @@ def test_a_minimum_that_is_no_number_is_refused(site: AnswerSite) -> None:
     status, _, text = site.answer("/v1/completions", _order(2), x_weightsync_min_version="newest")
     assert status == 400
     assert "send it once, as one whole number such as 41" in json.loads(text)["error"]["message"]
+
+
+def test_an_exact_version_is_refused_while_another_is_live(site: AnswerSite) -> None:
+    for body, headers in (
+        (_order(2), {"x_weightsync_exact_version": str(site.live + 1)}),
+        (_order(2, weightsync_exact_version=site.live + 1), {}),
+        (_chat(2, vllm_xargs={"weightsync_exact_version": site.live + 1}), {}),
+    ):
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        status, answered, text = site.answer(path, body, **headers)
+        assert (status, answered["retry-after"]) == (409, "1")
+        assert f"version {site.live} is live" in json.loads(text)["error"]["message"]
+    exact = _order(2, weightsync_exact_version=site.live)
+    status, answered, text = site.answer("/v1/completions", exact)
+    assert (status, answered.get("x-weightsync-version")) == (200, str(site.live)), text
+    both = {"x_weightsync_exact_version": str(site.live + 1)}
+    assert site.answer("/v1/completions", exact, **both)[0] == 400
+
+
+@pytest.mark.parametrize("bound", ["exact_version", "max_span"])
+@pytest.mark.parametrize(
+    ("path", "make"), [("/v1/completions", _order), ("/v1/chat/completions", _chat)]
+)
+@pytest.mark.parametrize("between_steps", [False, True])
+def test_an_open_stream_ends_with_the_error_when_a_switch_breaks_its_bounds(
+    site: AnswerSite,
+    path: str,
+    make: Callable[..., dict[str, Any]],
+    bound: str,
+    between_steps: bool,
+) -> None:
+    before = site.live
+    value = {"exact_version": before, "max_span": 1}[bound]
+    headers = {f"x_weightsync_{bound}": str(value)}
+    with site.stream(path, make(TOKENS, return_token_ids=True), **headers) as answer:
+        assert answer.headers["x-weightsync-version"] == str(before)
+        if between_steps:
+            site.switch()
+        else:
+            site.apply(clear_cache=False)
+        *events, last = _events(answer.read().decode())
+    assert last["error"]["code"] == 409
+    assert last["error"]["message"].startswith(f"version {site.live} became live while this answer")
+    tokens = [token for event in events for token in event["choices"][0]["token_ids"] or ()]
+    assert set(site.said_by(tokens)) <= {before % 2}
+    _wait_for(lambda: site.bench.client.health().requests == 0)
+
+
+def test_an_answer_in_one_piece_is_refused_when_a_switch_breaks_its_bounds(
+    site: AnswerSite,
+) -> None:
+    answers: list[Any] = []
+    order = _order(TOKENS, n=2, weightsync_max_span=1)
+    asker = threading.Thread(target=lambda: answers.append(site.answer("/v1/completions", order)))
+    asker.start()
+    _wait_for(lambda: site.bench.client.health().requests == 2)
+    with site.stream("/v1/completions", _order(TOKENS)) as later:
+        site.apply()
+        later.read()
+    asker.join(60)
+    status, headers, text = answers[0]
+    assert (status, headers["retry-after"]) == (409, "1")
+    assert "which would be of 2 versions" in json.loads(text)["error"]["message"]
+    _wait_for(lambda: site.bench.client.health().requests == 0)
+
+
+def test_a_request_for_one_version_that_waits_for_an_apply_is_of_the_next(site: AnswerSite) -> None:
+    answers: list[Any] = []
+    order = _order(4, weightsync_max_span=1)
+    lease = site.bench.client.pause()
+    asker = threading.Thread(target=lambda: answers.append(site.answer("/v1/completions", order)))
+    asker.start()
+    _wait_for(lambda: site.bench.client.health().requests == 1)
+    site.live += 1
+    at = (site.live - 1) % 2
+    site.bench.client.commit(site.applies[at])
+    site.bench.client.resume(lease, site.live, site.staged[at].content_digest)
+    asker.join(60)
+    assert answers[0][:1] == (200,)
+    assert answers[0][1]["x-weightsync-version"] == str(site.live)
+
+
+@pytest.mark.parametrize("how", ["recompute", "keep", "between_steps"])
+def test_spans_are_right_to_the_token(site: AnswerSite, how: str) -> None:
+    before = site.live
+    order = _order(TOKENS, return_token_ids=True)
+    with site.stream("/v1/completions", order, x_weightsync_spans="1") as answer:
+        if how == "between_steps":
+            site.switch()
+        else:
+            site.apply(clear_cache=how == "recompute")
+        events = _events(answer.read().decode())
+    found = versions_of(events[-1])
+    assert found.versions == (before, site.live)
+    (sequence,) = found.sequences
+    if how == "recompute":
+        assert sequence.keys == ()
+    else:
+        # And perhaps of versions before it, whose keys were kept too.
+        assert sequence.keys is not None
+        assert before in sequence.keys
+    per_token = found.per_token()
+    assert len(per_token) == TOKENS
+    # The first event had been read.
+    tokens = [t for event in events for c in event["choices"] for t in c["token_ids"] or ()]
+    said = site.said_by(tokens)
+    assert [version % 2 for version in per_token[-len(said) :]] == said
+
+
+def test_spans_of_several_choices_are_in_their_order(site: AnswerSite) -> None:
+    site.apply()
+    order = _order(3, n=2) | {"prompt": ["One", "Two"]}
+    _, headers, _ = site.answer("/v1/completions", order, x_weightsync_spans="1")
+    assert headers["x-weightsync-spans"] == " ".join([f"{site.live}:0-3"] * 4)
+    found = versions_of(headers)
+    assert found.pure
+    assert found.per_token(3) == [site.live] * 3
+    chat = _chat(3, weightsync_spans=True)
+    _, headers, _ = site.answer("/v1/chat/completions", chat)
+    assert headers["x-weightsync-spans"] == f"{site.live}:0-3"
+    body = {"model": "model", "input": "The quick", "max_output_tokens": 4, "weightsync_spans": 1}
+    _, headers, _ = site.answer("/v1/responses", body)
+    assert headers["x-weightsync-spans"] == f"{site.live}:0-4"
+    beams = _order(3, n=2, use_beam_search=True)
+    _, headers, _ = site.answer("/v1/completions", beams, x_weightsync_spans="1")
+    assert headers["x-weightsync-version"] == str(site.live)
+    assert "x-weightsync-spans" not in headers
+
+
+def test_a_group_shares_keys_with_nobody_else(site: AnswerSite) -> None:
+    site.apply()
+    prompt = "Weights move from the trainer into the generator while it runs. " * 20
+
+    def hits(**more: Any) -> float:
+        """Return how many tokens of the prompt were found in the cache."""
+        before = _metric(site, "vllm:prefix_cache_hits_total")
+        order = _order(1, **more) | {"prompt": prompt}
+        assert site.answer("/v1/completions", order)[0] == 200
+        return _metric(site, "vllm:prefix_cache_hits_total") - before
+
+    first = {"weightsync_group": "trajectory-1"}
+    assert hits(**first) == 0
+    found = hits(**first)
+    assert found > 100
+    assert hits() == 0
+    assert hits(weightsync_group="trajectory-2") == 0
+    assert hits(**first, cache_salt="a user's own") == 0
+    assert hits(**first, cache_salt="a user's own") == hits() == found
+
+
+def test_vllms_metrics_count_answers_and_what_was_refused(site: AnswerSite) -> None:
+    site.apply()
+    answers = 'weightsync_answers_total{keys="own",versions="one"}'
+    refused = 'weightsync_refused_requests_total{why="exact_version"}'
+    before = [_metric(site, name) for name in (answers, refused)]
+    site.answer("/v1/completions", _order(2))
+    site.answer("/v1/completions", _order(2, weightsync_exact_version=site.live + 1))
+    after = [_metric(site, name) for name in (answers, refused)]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]
+
+
+def _metric(site: AnswerSite, name: str) -> float:
+    """Return the sum of a metric's samples that begin so."""
+    with site.bench.vllm.ask("/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 def test_a_request_that_vllm_refuses_names_nothing(site: AnswerSite) -> None:

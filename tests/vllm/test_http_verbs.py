@@ -120,6 +120,31 @@ def test_another_model_leaves_nothing(site: _Site) -> None:
     assert site.answers() == served
 
 
+def _lagging(site: _Site, lag: int) -> tuple[int, str]:
+    """Return the status of a request that bounds its lag, and why it is refused."""
+    body = {"model": "model", "prompt": "x", "max_tokens": 1, "weightsync_max_lag": lag}
+    status, answer = site.vllm.request("/v1/completions", body)
+    return status, "" if status == 200 else answer["error"]["message"]
+
+
+def test_a_lag_is_counted_from_what_the_server_has_committed(site: _Site) -> None:
+    with Client(site.server.address) as client:
+        live = client.get_version().version
+        newest = max(version.version for version in client.versions())
+        tensors = load_file(next(site.steps[1].glob("*.safetensors")))
+        for _ in range(2):
+            newest = client.push(tensors, version=newest + 1).version
+        # The server tells it twice a second.
+        until(lambda: _lagging(site, newest - live - 1)[0] == 409, "the engine knows the newest")
+        assert _lagging(site, newest - live) == (200, "")
+        sentence = f"the newest version is {newest} and {live} is live, more than"
+        assert sentence in _lagging(site, 0)[1]
+        client.apply(newest)
+        assert _lagging(site, 0) == (200, "")
+        client.rollback()
+        assert _lagging(site, 0)[0] == 409
+
+
 def _why_not(site: _Site) -> str:
     """Return what vLLM says where it answers 503, or nothing."""
     body = {"model": "model", "prompt": "x", "max_tokens": 1}

@@ -326,8 +326,13 @@ class Engine(Protocol):
     async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
         """Send descriptors of the engine's checkpoint files over the segment socket."""
 
-    async def health(self) -> EngineHealth:
-        """Tell how the engine is."""
+    async def health(self, newest: int | None = None) -> EngineHealth:
+        """Tell how the engine is.
+
+        Args:
+            newest: The newest committed version, for requests that bound their lag; 0: there is
+                none. None: the engine keeps what it was told.
+        """
 
     async def serve_for(self, seconds: float | None) -> None:
         """Let the engine serve for so long; then, unless called again, it fences itself.

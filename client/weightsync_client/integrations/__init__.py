@@ -9,6 +9,11 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weightsync_client.integrations.answer_fields import (
+        VersionLabels,
+        miles_meta_info,
+        verl_extra_fields,
+    )
     from weightsync_client.integrations.torchtitan_store import WeightSyncStore
     from weightsync_client.integrations.transformers_callback import WeightSyncCallback
     from weightsync_client.integrations.trl_transfer import WeightSyncTransfer
@@ -18,15 +23,22 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "VersionLabels",
     "WeightSyncCallback",
     "WeightSyncStore",
     "WeightSyncTrainerEngine",
     "WeightSyncTrainerInitInfo",
     "WeightSyncTransfer",
+    "miles_meta_info",
+    "verl_extra_fields",
 ]
 
 #: Module of each adapter, the package that it imports, and what to install for it.
 _ADAPTERS = {
+    # Nothing of verl or miles is imported for their fields.
+    "VersionLabels": ("answer_fields", "grpc", "weightsync"),
+    "miles_meta_info": ("answer_fields", "grpc", "weightsync"),
+    "verl_extra_fields": ("answer_fields", "grpc", "weightsync"),
     "WeightSyncCallback": ("transformers_callback", "transformers", "transformers accelerate"),
     # Of torchtitan itself it imports nothing.
     "WeightSyncStore": ("torchtitan_store", "torch", "torch"),

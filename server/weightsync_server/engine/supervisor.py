@@ -323,7 +323,7 @@ class EngineSupervisor:
             self._wake.clear()
 
     async def _step(self) -> float:
-        health = await self.engine.health()
+        health = await self.engine.health(self._model.table.newest)
         self._condition.note(health)
         if health.state is EngineState.DEAD:
             raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or _DEAD)

@@ -753,9 +753,19 @@ class HealthRequest(_message.Message):
 
     SERVE_FOR_FIELD_NUMBER: _builtins.int
     SERVER_ID_FIELD_NUMBER: _builtins.int
+    NEWEST_VERSION_FIELD_NUMBER: _builtins.int
+    REPORTED_BY_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """Names the server process, as in Hello. Of any but the one that said hello last, and empty: the
     call asks, and leaves the limit as it is.
+    """
+    newest_version: _builtins.int
+    """The newest committed version that the caller knows of; 0: there is none. Answers that requests
+    bound by it are refused while an older one is served. Unset: the bridge keeps what it knows.
+    """
+    reported_by: _builtins.str
+    """Names the server process that tells it, as in Hello. Of any but the one that said hello last it
+    is not taken.
     """
     @_builtins.property
     def serve_for(self) -> _duration_pb2.Duration:
@@ -770,12 +780,16 @@ class HealthRequest(_message.Message):
         *,
         serve_for: _duration_pb2.Duration | None = ...,
         server_id: _builtins.str = ...,
+        newest_version: _builtins.int | None = ...,
+        reported_by: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["serve_for", b"serve_for"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_version", b"_newest_version", "newest_version", b"newest_version", "serve_for", b"serve_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["serve_for", b"serve_for", "server_id", b"server_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_version", b"_newest_version", "newest_version", b"newest_version", "reported_by", b"reported_by", "serve_for", b"serve_for", "server_id", b"server_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__newest_version: _TypeAlias = _typing.Literal["newest_version"]  # noqa: Y015
+    _WhichOneofArgType__newest_version: _TypeAlias = _typing.Literal["_newest_version", b"_newest_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_version) -> _WhichOneofReturnType__newest_version | None: ...
 
 Global___HealthRequest: _TypeAlias = HealthRequest  # noqa: Y015
 

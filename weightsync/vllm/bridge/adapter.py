@@ -175,8 +175,10 @@ class VllmEngine:
         open_apply = self._lease.open_apply
         return dataclasses.replace(self._info, state=state, reason=reason, open_apply=open_apply)
 
-    async def health(self) -> EngineHealth:
+    async def health(self, newest: int | None = None) -> EngineHealth:
         """Answers at once whatever the engine core and the workers do."""
+        if newest is not None:
+            self.live.newest = newest
         state, reason = self.condition()
         return EngineHealth(
             state,

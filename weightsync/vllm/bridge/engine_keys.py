@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync.engine import CacheUse, SwitchOrder
+from weightsync.vllm.bridge.live_versions import KeptKeys
 from weightsync.vllm.bridge.llm_calls import EngineCores, WorkerRpc
 from weightsync.vllm.lineage.admission import AdmissionKeys
 from weightsync.vllm.lineage.cache_key import KeyNames, Lineage
@@ -74,6 +75,14 @@ class EngineKeys:
         """Whether vLLM has to clear its caches for a pause."""
         return use is CacheUse.RECOMPUTE and self.kind is not Lineage.CORE
 
+    def kept(self, use: CacheUse, *, cleared: bool) -> KeptKeys:
+        """Return who finds keys of before after a move; `cleared`: vLLM has none any more."""
+        if use is CacheUse.SHARE and not cleared:
+            return KeptKeys.ALL
+        if cleared or (self.kind is Lineage.CORE and use is CacheUse.RECOMPUTE):
+            return KeptKeys.NONE
+        return KeptKeys.ALL if self.kind is Lineage.NONE else KeptKeys.IN_FLIGHT
+
     async def move(self, digest: str, use: CacheUse) -> None:
         """Let requests read keys of this content, before the next step; "": what vLLM loaded."""
         key = self._next(digest, use)
@@ -115,7 +124,7 @@ class EngineKeys:
     def _next(self, digest: str, use: CacheUse) -> str:
         if use is not CacheUse.SHARE:
             return self._names.name(digest)
-        self._names.give_up()
+        self._names.give_up(self.key)
         return self.key
 
     def _count(self, answers: list[Any]) -> None:

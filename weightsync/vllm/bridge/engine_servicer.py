@@ -330,11 +330,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @_with_status
     async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
-        """Move the limit of the engine's serving, if its driver asks; tell whether it lives."""
+        """Do what the engine's driver asks beside it, if anything; tell whether it lives."""
         if self._driver and request.server_id == self._driver:
             limited = request.HasField("serve_for")
             await self._engine.serve_for(_seconds(request.serve_for) if limited else None)
-        health = await self._engine.health()
+        ours = self._driver and request.reported_by == self._driver
+        newest = request.newest_version if ours and request.HasField("newest_version") else None
+        health = await self._engine.health(newest)
         return pb.HealthResponse(
             state=_STATES[health.state],
             reason=health.reason,

@@ -41,6 +41,8 @@ class GenerationControl:
         #: What the last pause wanted; what stopped for another reason reads no old keys.
         self._cache = CacheUse.RECOMPUTE
         self._on_late = on_late
+        #: Whether no key has been computed since vLLM's caches were empty.
+        self._cleared = True
         self._late = ""
         self._unsettled: asyncio.Task[None] | None = None
 
@@ -69,7 +71,7 @@ class GenerationControl:
         except WeightSyncError as error:
             if error.reason is Reason.ENGINE_AWAY and generated:
                 # vLLM stays paused when finishing a pause fails.
-                self.generating = True
+                self.generating, self._cleared = True, False
                 await guarded(self._vllm.resume())
             raise
 
@@ -90,7 +92,8 @@ class GenerationControl:
         stood = not self.generating
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
-        self.live.begin(version)
+        self.live.begin(version, self._keys.kept(self._cache, cleared=self._cleared))
+        self._cleared = False
         one = self._vllm.cores.count == 1
         start = self._start_one if one else self._start_all
         try:
@@ -159,6 +162,8 @@ class GenerationControl:
     async def _pause(self, mode: str, *, clear_cache: bool) -> None:
         await failpoints.reach("bridge.pause")
         await self._vllm.pause(mode, clear_cache=clear_cache)
+        if clear_cache:
+            self._cleared = True
         self.generating = False
 
     async def _resume(self) -> None:

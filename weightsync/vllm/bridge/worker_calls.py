@@ -170,7 +170,7 @@ class WorkerCalls:
         args = {"apply_id": order.apply_id, "base_id": order.base_id, "limit_s": order.limit_s}
         self.switching = True
         try:
-            live.attempt(order.version)
+            live.attempt(order.version, keys.kept(order.cache, cleared=False))
             call = asyncio.ensure_future(self.call(SWITCH, args, keys.switching(order)))
             # Right behind the call in vLLM's queue, so that no step comes between the two.
             label = generation.label(order.version)

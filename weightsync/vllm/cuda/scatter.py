@@ -153,7 +153,7 @@ class Scatters:
         return row_at(self._device, begin, (end - begin) // width, width)
 
 
-class Spans:
+class SpanPairs:
     """Pairs of live and staged memory, at least one, which `fits` has accepted."""
 
     def __init__(

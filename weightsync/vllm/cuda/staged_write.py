@@ -12,7 +12,7 @@ from weightsync.model.tensor_bits import wide
 from weightsync.vllm.apply.parallel import SliceThreads
 from weightsync.vllm.apply.writes import write_each
 from weightsync.vllm.cuda.memory_budget import Block, Blocks, lay_out
-from weightsync.vllm.cuda.scatter import Spans
+from weightsync.vllm.cuda.scatter import SpanPairs
 from weightsync.vllm.cuda.staging_proof import Proof, digests_of
 from weightsync.vllm.cuda.uploader import ReadProgress, StreamThrottle, Uploader
 from weightsync.vllm.plan.live_params import Targets
@@ -105,7 +105,7 @@ class Staged:
     kernels: Kernels | None = None
     patched = False
     compared_all = False
-    _spans: Spans | None = None
+    _spans: SpanPairs | None = None
     #: Parameters of the spans.
     _spanned: list[str] = field(default_factory=list)
     #: What is left: single copies.
@@ -125,7 +125,7 @@ class Staged:
             return
         spanned, rest = self._split()
         if spanned and self.kernels is not None:
-            self._spans = Spans(self.kernels, [self._sides(block) for block in spanned])
+            self._spans = SpanPairs(self.kernels, [self._sides(block) for block in spanned])
         self._spanned = [block.param for block in spanned]
         self._copies = [self._sides(block) for block in rest]
         pieces = [piece for block in rest for piece in block.pieces(limit_of(self.mask))]

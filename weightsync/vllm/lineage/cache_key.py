@@ -32,19 +32,20 @@ class KeyNames:
     """Names each content, and gives a name up once other content may lie under it."""
 
     def __init__(self) -> None:
-        self._uses: dict[str, int] = {}
-        #: The content that the present name was made for.
-        self._named = ""
+        #: How often the name of a content has been given up.
+        self._given_up: dict[str, int] = {}
 
     def name(self, digest: str) -> str:
-        """Return the name for content that is served from now on; "" is what vLLM loaded."""
-        self._named = digest
-        used = self._uses.get(digest, 0)
-        return _PREFIX + (digest or LOADED) + (f".{used}" if used else "")
+        """Return the name for content; "" is what vLLM loaded."""
+        content = digest or LOADED
+        times = self._given_up.get(content, 0)
+        return f"{_PREFIX}{content}" + (f".{times}" if times else "")
 
-    def give_up(self) -> None:
-        """Keys of other content come to lie under the present name, so never return to it."""
-        self._uses[self._named] = self._uses.get(self._named, 0) + 1
+    def give_up(self, name: str) -> None:
+        """Never return this name again: keys of other content come to lie under it."""
+        content, _, times = name.removeprefix(_PREFIX).partition(".")
+        now = int(times) if times.isdigit() else 0
+        self._given_up[content] = max(self._given_up.get(content, 0), now + 1)
 
 
 def salted(key: str, salt: str | None) -> str | None:

@@ -341,14 +341,15 @@ class BridgeEngine:
         request = pb.OfferCheckpointRequest(offer_id=offer_id, server_id=self._id)
         return list((await self._call(self._stub.OfferCheckpoint(request, timeout=60))).files)
 
-    async def health(self) -> EngineHealth:
-        """Tell how the engine is.
+    async def health(self, newest: int | None = None) -> EngineHealth:
+        """Tell how the engine is, and the bridge which version is the newest.
 
         ENGINE_OWNED: another server that lives has it. ENGINE_AWAY: another had it, and has left;
         say hello again; or that comes first. ENGINE_REFUSED: another drives it now, and the plugin
         in vLLM is too old to tell whether that lives.
         """
-        answer = await self._call(self._stub.Health(pb.HealthRequest(), timeout=_QUICK_S))
+        request = pb.HealthRequest(newest_version=newest, reported_by=self._id)
+        answer = await self._call(self._stub.Health(request, timeout=_QUICK_S))
         self._ownership.check(answer.owner, answer.engine_id)
         if answer.engine_id == self._greeted and answer.server_id != self._id:
             self._displaced()

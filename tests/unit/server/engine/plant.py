@@ -92,8 +92,8 @@ class Engine(MemoryEngine):
     async def hello(self) -> Any:
         return await self._around("hello", super().hello())
 
-    async def health(self) -> Any:
-        health = await self._around("health", super().health())
+    async def health(self, newest: int | None = None) -> Any:
+        health = await self._around("health", super().health(newest))
         if self.sleeping:
             object.__setattr__(health, "sleeping", True)
         return health

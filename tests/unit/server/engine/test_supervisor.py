@@ -317,3 +317,21 @@ async def test_ranks_of_other_nodes_unmap_after_each_apply(
         await it.push(version)
         await it.apply(version)
         await until(lambda: bool(asked))
+
+
+async def test_the_engine_is_told_which_version_is_the_newest(
+    it: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int | None] = []
+    health = it.engine.health
+
+    async def hear(newest: int | None = None) -> Any:
+        told.append(newest)
+        return await health(newest)
+
+    monkeypatch.setattr(it.engine, "health", hear)
+    await it.ready()
+    await it.push(2, 3)
+    await until(lambda: told[-1:] == [3])
+    it.here.model.table.remove(it.here.model.table.get(3))
+    await until(lambda: told[-1:] == [2])

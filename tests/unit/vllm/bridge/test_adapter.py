@@ -16,6 +16,7 @@ from weightsync.engine import CacheUse, EngineState, PauseSpec, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge import worker_calls
 from weightsync.vllm.bridge.adapter import VllmEngine
+from weightsync.vllm.bridge.live_versions import KeptKeys
 
 DIGEST = "ab" * 16
 
@@ -842,3 +843,24 @@ async def test_a_trainer_that_sends_and_an_apply_exclude_each_other() -> None:
     await engine.resume(lease.lease_id, 7, DIGEST)
     await asyncio.wait_for(entered.wait(), 10)
     await sending
+
+
+def _kept(engine: VllmEngine) -> KeptKeys:
+    return engine.live.current.kept
+
+
+async def test_what_a_pause_does_to_caches_is_known_of_what_is_served_next() -> None:
+    engine = await _serving(Llm())
+    assert _kept(engine) is KeptKeys.NONE
+    version = 7
+    for clear, kept in ((True, KeptKeys.NONE), (False, KeptKeys.ALL), (True, KeptKeys.NONE)):
+        version += 1
+        lease = await engine.pause(PauseSpec(clear_cache=clear), 10)
+        await engine.call_workers("weightsync_commit", {})
+        await engine.resume(lease.lease_id, version, DIGEST)
+        assert (engine.live.current.version, _kept(engine)) == (version, kept)
+    # A fence clears nothing.
+    await engine.fence("for a test")
+    await engine.resume("", version + 1, DIGEST)
+    assert _kept(engine) is KeptKeys.ALL
+    await engine.close()

@@ -458,3 +458,31 @@ async def test_a_server_that_cannot_drive_an_engine_leaves_it_to_one_that_can(
             assert (await _refused(first.hello())).reason is Reason.ENGINE_UNSUPPORTED
         await _answered_at_last(second.hello)
         await second.fence("of the second")
+
+
+def _newest(engine: VllmEngine) -> int | None:
+    return engine.live.newest
+
+
+async def test_only_who_drives_an_engine_tells_which_version_is_the_newest(
+    folder: str, first: BridgeEngine, second: BridgeEngine
+) -> None:
+    async with _bridge(Llm(), folder) as engine:
+        await first._stub.Health(pb.HealthRequest(newest_version=9))
+        assert _newest(engine) is None
+        await first.hello()
+        await first.health()
+        assert _newest(engine) is None
+        await first.health(0)
+        assert _newest(engine) == 0
+        await first.health(47)
+        with pytest.raises(WeightSyncError):
+            await second.health(3)
+        await first.health()
+        await first._stub.Health(pb.HealthRequest(reported_by=first._id))
+        assert _newest(engine) == 47
+        # What it says of the limit is another matter.
+        await first.serve_for(60)
+        limited = engine._limit._until
+        await first.health(48)
+        assert (_newest(engine), engine._limit._until) == (48, limited)

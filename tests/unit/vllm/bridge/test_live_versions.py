@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from weightsync.vllm.bridge.live_versions import LiveInterval, LiveVersions
+from weightsync.vllm.bridge.live_versions import KeptKeys, LiveInterval, LiveVersions
 
 
 def _seen(since: LiveInterval) -> list[tuple[str, int]]:
@@ -85,3 +85,42 @@ def test_what_no_request_refers_to_is_freed() -> None:
     del started
     after = sum(type(one).__name__ == "LiveInterval" for one in gc.get_objects())
     assert before - after == 1000
+
+
+def _older(live: LiveVersions) -> tuple[int, ...]:
+    return live.current.older
+
+
+def test_versions_whose_keys_a_new_request_may_find_are_kept_until_all_are_thrown_away() -> None:
+    live = LiveVersions()
+    for version in range(1, 31):
+        live.begin(version, KeptKeys.ALL)
+    assert _older(live) == (1, *range(15, 30))
+    live.begin(3, KeptKeys.ALL)
+    assert _older(live) == (1, *range(16, 31))
+    live.begin(31, KeptKeys.IN_FLIGHT)
+    assert _older(live) == ()
+    live.attempt(32)
+    assert live.current.kept is KeptKeys.ALL
+    assert _older(live) == (31,)
+    live.settle(32)
+    # Another label is no other version.
+    live.relabel("step 9")
+    assert _older(live) == (31,)
+    live.begin(33)
+    assert _older(live) == ()
+
+
+def test_watchers_hear_of_a_version_when_it_is_decided() -> None:
+    live = LiveVersions()
+    heard: list[tuple[int, bool]] = []
+    watcher = lambda: heard.append((live.current.version, live.undecided))  # noqa: E731
+    live.watchers.add(watcher)
+    live.begin(1)
+    live.attempt(2)
+    assert heard == [(1, False)]
+    live.settle(1)
+    assert heard == [(1, False), (1, False)]
+    live.watchers.discard(watcher)
+    live.begin(3)
+    assert len(heard) == 2

@@ -14,7 +14,7 @@ from weightsync.gpu.device_kernels import Digests, Kernels, digestible, fits
 from weightsync.model.digest import tensor_digest
 from weightsync.vllm.cuda import staging_proof
 from weightsync.vllm.cuda.cuda_ops import CudaOps
-from weightsync.vllm.cuda.scatter import Spans
+from weightsync.vllm.cuda.scatter import SpanPairs
 from weightsync.vllm.cuda.uploader import Uploader
 from weightsync.vllm.env import Amount
 from weightsync.vllm.worker import worker_methods as worker_
@@ -109,7 +109,7 @@ def test_spans_copy_and_compare_every_byte(
     sizes = (1, 16, 63, 64, 65, 1000)
     live = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     wanted = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]
-    spans = Spans(kernels, list(zip(live, wanted, strict=True)))
+    spans = SpanPairs(kernels, list(zip(live, wanted, strict=True)))
     spans.compare()
     assert spans.unequal() == [0, 1, 2, 3, 4, 5]
     spans.copies[0].queue()

@@ -13,10 +13,15 @@ from weightsync.vllm.lineage.cache_key import GROUP_PREFIX, KeyNames, salted
 def test_a_name_is_given_up_where_other_content_lies_under_it() -> None:
     names = KeyNames()
     assert (names.name(""), names.name("aa")) == ("weightsync:loaded", "weightsync:aa")
-    names.give_up()
+    names.give_up("weightsync:aa")
     assert (names.name("bb"), names.name("aa")) == ("weightsync:bb", "weightsync:aa.1")
-    names.give_up()
-    assert (names.name("aa"), names.name("bb")) == ("weightsync:aa.2", "weightsync:bb")
+    # A name that was given up already takes no further one with it.
+    names.give_up("weightsync:aa")
+    assert names.name("aa") == "weightsync:aa.1"
+    names.give_up("weightsync:aa.1")
+    names.give_up("weightsync:loaded")
+    names.give_up("weightsync:unknown.0a1b")
+    assert (names.name("aa"), names.name("")) == ("weightsync:aa.2", "weightsync:loaded.1")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.vllm.extensions.processor import Llm
 from weightsync.vllm.bridge.live_versions import LiveVersions
-from weightsync.vllm.extensions.answers import RequestVersions, watch
+from weightsync.vllm.extensions.answers.request_versions import RequestVersions, watch
 
 
 class World:

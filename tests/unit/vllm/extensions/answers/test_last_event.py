@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from weightsync.vllm.extensions.answers import LastEvent
+from weightsync.vllm.extensions.answers.answer_versions import LastEvent
 
 DONE = b"data: [DONE]\n\n"
 
@@ -15,7 +15,7 @@ def _through(*pieces: bytes) -> tuple[bytes, bytes]:
     """Return what was sent before the end, and what was sent then."""
     last = LastEvent()
     sent = b"".join(last.feed(piece) for piece in pieces)
-    return sent, last.extended("weightsync_version", "41,42")
+    return sent, last.extended({"weightsync_version": "41,42"})
 
 
 @pytest.mark.parametrize("end", [(), (DONE,), (b": bye\n\n", DONE)])
@@ -57,4 +57,4 @@ def test_what_is_released_is_kept_no_longer() -> None:
     last = LastEvent()
     assert last.feed(b"data: {}\n\n") == b""
     assert last.release() == b"data: {}\n\n"
-    assert last.release() == last.extended("a", "b") == b""
+    assert last.release() == last.extended({"a": "b"}) == b""
