@@ -194,11 +194,11 @@ async def test_the_apply_that_has_the_engine_is_named(it: Plant) -> None:
     await it.push(2)
     seen: list[str] = []
     for call in ("prepare", "commit"):
-        it.engine.before[call] = lambda: seen.append(it.keeper.apply_id)
+        it.engine.before[call] = lambda: seen.append(it.keeper.progress.apply_id)
     report = await it.apply(2)
     assert seen == [report.apply_id] * 2
-    assert it.keeper.apply_id == ""
-    it.engine.before["verify"] = lambda: seen.append(it.keeper.apply_id)
+    assert it.keeper.progress.apply_id == ""
+    it.engine.before["verify"] = lambda: seen.append(it.keeper.progress.apply_id)
     await it.verify()
     assert seen[2:] == [""], "a proof is no apply"
 

@@ -177,7 +177,7 @@ async def test_what_was_prepared_is_dropped(tmp_path: Path, engines: dict[str, E
         await it.host.prepare(it.version(3))
         await it.host.resume()
         assert it.serves() == {1}
-        await until(lambda: all(not one.apply_id for one in it.known.supervisors))
+        await until(lambda: all(not one.progress.apply_id for one in it.known.supervisors))
         await it.host.commit(it.version(2))
         assert it.serves() == {2}
 
@@ -200,7 +200,7 @@ async def test_what_was_prepared_is_dropped_also_if_its_caller_is_cancelled(
         await asyncio.wait({calling}, timeout=5)
         assert calling.cancelled()
         released.set()
-        await until(lambda: all(not one.apply_id for one in it.known.supervisors))
+        await until(lambda: all(not one.progress.apply_id for one in it.known.supervisors))
         # No slot is kept of what no engine goes to, nor is any engine asked anew.
         held = {slot.version: slot.leases for slot in it.here.model.slots.status()}
         assert not held[2]
