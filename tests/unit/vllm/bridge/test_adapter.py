@@ -853,9 +853,12 @@ async def test_what_a_pause_does_to_caches_is_known_of_what_is_served_next() -> 
     engine = await _serving(Llm())
     assert _kept(engine) is KeptKeys.NONE
     version = 7
-    for clear, kept in ((True, KeptKeys.NONE), (False, KeptKeys.ALL), (True, KeptKeys.NONE)):
+    recompute, keep = CacheUse.RECOMPUTE, CacheUse.KEEP
+    for cache, kept in (
+        (recompute, KeptKeys.NONE), (keep, KeptKeys.ALL), (recompute, KeptKeys.NONE),
+    ):  # fmt: skip
         version += 1
-        lease = await engine.pause(PauseSpec(clear_cache=clear), 10)
+        lease = await engine.pause(PauseSpec(cache=cache), 10)
         await engine.call_workers("weightsync_commit", {})
         await engine.resume(lease.lease_id, version, DIGEST)
         assert (engine.live.current.version, _kept(engine)) == (version, kept)
