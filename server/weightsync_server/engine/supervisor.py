@@ -420,6 +420,8 @@ class EngineSupervisor:
         if info.refusals:
             raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
         self._session = EngineSession(self.engine, info, self.context)
+        # Before it serves: requests may bound how far behind they are answered.
+        await self.engine.health(self._model.table.newest)
 
     async def _reconcile(self) -> None:
         if self._session is None:

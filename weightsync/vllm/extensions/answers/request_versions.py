@@ -232,8 +232,8 @@ def watch(llm: Any, live: LiveVersions) -> None:
         add(request, *args, **kwargs)
         if answer is not None:
             # Of vLLM's arguments: the prompt, whose sequence it is, and which.
-            more = dict(zip(("prompt", "parent_req", "request_index"), args, strict=False)) | kwargs
-            parent, index = more.get("parent_req"), more.get("request_index", 0)
+            parent = args[1] if len(args) > 1 else kwargs.get("parent_req")
+            index = args[2] if len(args) > 2 else kwargs.get("request_index", 0)
             answer.add(request, processor.request_states, parent, index)
 
     processor.add_request = add_request
