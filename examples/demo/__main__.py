@@ -1,8 +1,9 @@
 """Watch a model learn a sentence while vLLM generates with it.
 
 Starts vLLM on the CPU with our plugins, weightsync-server beside it, a PyTorch trainer that pushes
-and applies a version every few steps, and a client that generates all the time. Ends by itself
-within three minutes: with status 0 if the model answers with the sentence, else with 1.
+and applies a version every few steps, and a client that generates all the time. Ends by itself, in
+two to three minutes where nothing else runs: with status 0 as soon as the model answers with the
+sentence, with 1 if it has not learned that within the longest training.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ from weightsync_client import Client, ClientError, EngineState
 
 #: Longest wait for vLLM, which takes 20 to 40 s where nothing else runs.
 _START_S = 600.0
-#: Training ends so long after the start of the demo, and the rest fits into three minutes.
-_TRAINED_S = 160.0
-#: On a machine so slow that vLLM alone took that long, the trainer gets this at least.
-_TRAIN_MIN_S = 20.0
+#: Longest training. It takes less than 100 s where nothing else runs, and ends once the sentence is
+#: known; on a machine that others keep busy, each step may take several times as long.
+_TRAIN_S = 600.0
 #: Longest wait for one more completion at the end.
 _COMPLETION_S = 5.0
 
@@ -51,7 +51,10 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--train-seconds", type=float, default=100, help="longest training (default 100)"
+        "--train-seconds",
+        type=float,
+        default=_TRAIN_S,
+        help=f"longest training (default {_TRAIN_S:g})",
     )
     train_s = parser.parse_args().train_seconds
     exit_on_signals()
@@ -73,7 +76,6 @@ def main() -> int:
 
 
 def _run(folder: Path, console: Console, train_s: float) -> tuple[bool, str]:
-    begun = time.monotonic()
     port, address = free_port(), f"unix:{folder}/push.sock"
     with View(console, SENTENCE) as view, Processes(folder) as processes:
         view.status("Making a Qwen2 model with random weights")
@@ -82,14 +84,12 @@ def _run(folder: Path, console: Console, train_s: float) -> tuple[bool, str]:
         _start_server(processes, folder, address)
         view.status("Starting vLLM and weightsync-server (about 30 s)")
         with Client(address) as client:
-            processes.wait(lambda: _serving(client), "vLLM", begun + _START_S)
+            end = time.monotonic() + _START_S
+            processes.wait(lambda: _serving(client), "vLLM", end)
             complete(port, PROMPT)  # The first answer of a fresh vLLM takes seconds.
-            left = max(_TRAIN_MIN_S, begun + _TRAINED_S - time.monotonic())
             view.status("vLLM serves; the trainer starts")
             with Generator(port, PROMPT) as generator:
-                _train(
-                    processes, _trainer_command(model, address, min(left, train_s)), generator, view
-                )
+                _train(processes, _trainer_command(model, address, train_s), generator, view)
             text = complete(port, PROMPT)
             proof = client.verify()
             view.status(

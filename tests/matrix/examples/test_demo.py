@@ -18,7 +18,8 @@ from tests.support.bounds import within
 from tests.support.leftovers import Mark
 from tests.support.processes import stop
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
+# It ends in three minutes, or later on a machine that others keep busy.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(960)]
 
 _ROOT = Path(__file__).parents[3]
 _ROW = re.compile(r"^ *(\d+) +([\d.]+) +[\d.]+ MB +([\d.]+)% +[\d.]+ +[\d.]+ +[\d.]+  (.*)$")
@@ -88,7 +89,7 @@ def demo(request: pytest.FixtureRequest) -> Iterator[Demo]:
 
 
 def test_the_model_learns_while_it_generates(demo: Demo) -> None:
-    status = demo.wait(360)
+    status = demo.wait(900)
     output = "\n".join(demo.lines)
     assert status == 0, output
     assert demo.mark.left_after(_GONE_S) == []

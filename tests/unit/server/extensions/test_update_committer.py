@@ -284,7 +284,7 @@ async def test_an_update_that_is_not_handed_over_is_no_version(it: Plant, feed: 
     feed.sends = False
     assert await feed.update(checkpoint(2)) == (0, "rank 0/0/0 has nothing")
     feed.sends = True
-    assert "holds no file" in (await feed.update())[1]
+    assert "arrived without a tensor" in (await feed.update())[1]
     _nothing_changed(it)
 
 

@@ -176,7 +176,7 @@ async def test_what_no_fleet_may_go_to_is_refused(fleet: Fleet) -> None:
     with pytest.raises(WeightSyncError, match="none is in the fleet's register"):
         await coordinator.apply(version(2), ApplyOrder.BARRIER)
     await fleet.start("a")
-    with pytest.raises(WeightSyncError, match="a wave of 0 members is empty; allow 1 or more"):
+    with pytest.raises(WeightSyncError, match="max_unavailable must be 1 or more, not 0"):
         await coordinator.apply(version(3), ApplyOrder.ROLLING, max_unavailable=0)
     await coordinator.apply(version(3), ApplyOrder.BARRIER)
     for target, reason in (
