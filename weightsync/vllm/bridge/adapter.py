@@ -385,6 +385,7 @@ class VllmEngine:
 
     def _set_fenced(self, reason: str) -> None:
         self._state, self._reason = EngineState.FENCED, reason
+        self._generation.recompute()
         logger.error("weightsync: engine fenced: %s", reason)
 
     def _end_fenced(self, reason: str) -> None:

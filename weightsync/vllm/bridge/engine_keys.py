@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weightsync.engine import CacheUse, SwitchOrder
@@ -89,37 +90,53 @@ class EngineKeys:
         if self._admission is not None and key != self.key:
             self._admission.move(key)
         if self.kind is Lineage.CORE:
-            recompute = use is CacheUse.RECOMPUTE
-            if self._cores.count == 1:
-                # Sent before this waits for anything, so that it precedes what is sent next.
-                answers = [await self._cores.ask_one(MOVE, key, recompute)]
-            else:
-                answers = await self._cores.ask(MOVE, key, recompute)
-            self._count(answers)
+            with self._given_up_on_failure(key):
+                self._count(await self._moved(key, recompute=use is CacheUse.RECOMPUTE))
         self.key = key
 
-    def switching(self, order: SwitchOrder) -> WorkerRpc | None:
-        """Return what calls the workers for a switch between two steps; None: vLLM's own call.
+    async def _moved(self, key: str, *, recompute: bool) -> list[Any]:
+        if self._cores.count == 1:
+            # Sent before this waits for anything, so that it precedes what is sent next.
+            return [await self._cores.ask_one(MOVE, key, recompute)]
+        return await self._cores.ask(MOVE, key, recompute)
+
+    @contextlib.contextmanager
+    def _given_up_on_failure(self, key: str) -> Iterator[None]:
+        """Use neither name again where it is not known what lies under them."""
+        try:
+            yield
+        except BaseException:
+            self._names.give_up(self.key)
+            self._names.give_up(key)
+            raise
+
+    def switching(self, order: SwitchOrder, rpc: WorkerRpc) -> WorkerRpc:
+        """Return what calls the workers for a switch between two steps, with vLLM's own call.
 
         Where all ranks did it, the keys have moved before the next step.
         """
-        if self.kind is not Lineage.CORE:
-            # What runs in ADMISSION gets its own name as soon as a switch may have happened.
-            if self._admission is not None:
+        admission = self._admission
+
+        async def admit(method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+            if admission is not None:
+                # Whether it succeeds or not: what runs meanwhile leaves its keys under either name.
                 self.key = self._next(order.content_digest, order.cache)
-                self._admission.move(self.key)
-            return None
+                admission.move(self.key)
+            return await rpc(method, args)
 
         async def switch(method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
             key = self._next(order.content_digest, order.cache)
             recompute = order.cache is CacheUse.RECOMPUTE
             digests = [order.base_digest, order.content_digest]
-            answers = await self._cores.ask_one(SWITCH, method, dict(args), digests, key, recompute)
+            with self._given_up_on_failure(key):
+                answers = await self._cores.ask_one(
+                    SWITCH, method, dict(args), digests, key, recompute
+                )
             self._count(answers[-1:])
             self.key = str(answers[-1]["key"])
             return list(answers[:-1])
 
-        return switch
+        return switch if self.kind is Lineage.CORE else admit
 
     def _next(self, digest: str, use: CacheUse) -> str:
         if use is not CacheUse.SHARE:

@@ -72,8 +72,13 @@ class GenerationControl:
             if error.reason is Reason.ENGINE_AWAY and generated:
                 # vLLM stays paused when finishing a pause fails.
                 self.generating, self._cleared = True, False
+                self.recompute()
                 await guarded(self._vllm.resume())
             raise
+
+    def recompute(self) -> None:
+        """Let what is in flight read no keys of before after the next start, whatever was asked."""
+        self._cache = CacheUse.RECOMPUTE
 
     async def first_stop(self) -> None:
         """Return when generation stands still, however long that takes in a vLLM that starts."""

@@ -171,7 +171,9 @@ class WorkerCalls:
         self.switching = True
         try:
             live.attempt(order.version, keys.kept(order.cache, cleared=False))
-            call = asyncio.ensure_future(self.call(SWITCH, args, keys.switching(order)))
+            call = asyncio.ensure_future(
+                self.call(SWITCH, args, keys.switching(order, self._vllm.rpc))
+            )
             # Right behind the call in vLLM's queue, so that no step comes between the two.
             label = generation.label(order.version)
             replies = await call

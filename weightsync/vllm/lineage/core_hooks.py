@@ -38,11 +38,13 @@ def _move(core: Any, key: str, recompute: bool) -> dict[str, float]:  # noqa: FB
     try:
         return dict(getattr(core, _KEYS).move(key, recompute=recompute))
     except Exception:
-        # Whatever is half done: no old key is left that could be read.
+        # Whatever is half done: no key of before is left that could be read, under either name.
         logger.exception("weightsync: the key-value cache is cleared instead")
+        getattr(core, _KEYS).key = _unknown()
         core.scheduler.reset_prefix_cache(reset_running_requests=True)
         core.scheduler.reset_encoder_cache()
         core.model_executor.reset_encoder_cache()
+        getattr(core, _KEYS).key = key
         return {"cleared": 1}
 
 

@@ -79,6 +79,8 @@ class CoreKeys:
             for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
                 if hasattr(self._manager, name):
                     self._look_up_first(name)
+            for request in self._scheduler.requests.values():
+                self._follow(request)
 
     def _look_up_first(self, name: str) -> None:
         find = getattr(self._manager, name)
@@ -103,6 +105,7 @@ class CoreKeys:
         added = vars(request)
         if request.num_computed_tokens or _in_group(request):
             return
+        self._follow(request)
         if added.get(_KEY) == self.key and _CUT not in added:
             return
         self._moved += _KEY in added
@@ -111,10 +114,17 @@ class CoreKeys:
         request.block_hashes.clear()
         request.update_block_hashes()
 
+    def _follow(self, request: Any) -> None:
+        """Have a request hashed here that came before this began."""
+        if request._block_hasher != self.hash:  # noqa: SLF001 - vLLM gives it at construction alone
+            request._block_hasher = self.hash  # noqa: SLF001 - as above
+
     def _name(self, request: Any, salt: str | None) -> None:
+        # Read once: another thread may move the key.
+        key = self.key
         setattr(request, _OWN_SALT, salt)
-        setattr(request, _KEY, self.key)
-        request.cache_salt = salted(self.key, salt)
+        setattr(request, _KEY, key)
+        request.cache_salt = salted(key, salt)
 
     def move(self, key: str, *, recompute: bool) -> dict[str, float]:
         """Begin with the keys of another version, whose weights compute every step from now on.
@@ -133,8 +143,9 @@ class CoreKeys:
         moved, self._moved = self._moved, 0
         if key != self.key:
             self.key = key
-            running = list(self._scheduler.running)
-            preempted = self._preempt(running if recompute else self._with_encoder_inputs(running))
+            running = self._scheduler.running
+            again = filter(_restarts, running) if recompute else self._with_encoder_inputs(running)
+            preempted = self._preempt(list(again))
             cut = sum(map(self._cut, self._scheduler.requests.values()))
             self._forget_encoded()
         seconds = time.perf_counter() - begin
@@ -145,6 +156,7 @@ class CoreKeys:
             return False
         cached = _cached_tokens(self._manager, request.request_id)
         at = min(cached // self._scheduler.hash_block_size, len(request.block_hashes))
+        self._follow(request)
         self._cuts += 1
         setattr(request, _CUT, _Cut(at, f"{request.request_id}.{self._cuts}"))
         del request.block_hashes[at:]
@@ -179,6 +191,18 @@ class CoreKeys:
         if getattr(self._scheduler.encoder_cache_manager, "cached", None):
             self._scheduler.reset_encoder_cache()
             self._core.model_executor.reset_encoder_cache()
+
+
+def _restarts(request: Any) -> bool:
+    """Whether a request can compute its keys again.
+
+    vLLM has forgotten which prompt logprobs it owes where the last of them are in flight; a group's
+    keys belong to no version.
+    """
+    params = request.sampling_params
+    owes = params is not None and params.prompt_logprobs is not None
+    in_flight = int(getattr(request, "num_in_flight_tokens", 0)) > 0
+    return not (owes and in_flight) and not _in_group(request)
 
 
 def _in_group(request: Any) -> bool:

@@ -142,6 +142,33 @@ async def test_an_engine_that_could_not_take_the_keys_stands() -> None:
     error = await _refused(engine.resume(lease.lease_id, 7, DIGEST))
     assert error.reason is Reason.ENGINE_AWAY
     assert llm.log[-2:] == ["resume", ("keep", False)]
+    # What lies under its name is not known.
+    llm.moves = True
+    await engine.resume(lease.lease_id, 7, DIGEST)
+    assert llm.log[-2:] == [(MOVE, f"{KEY}.1", True), "resume"]
+
+
+async def test_a_switch_that_failed_gives_up_no_name() -> None:
+    llm = Keyed()
+    engine = await _serving(llm)
+    llm.held = DIGEST
+    await engine.switch(SwitchOrder("new", "old", 8, OTHER, DIGEST, 30.0))
+    for digest, cache in ((OTHER, CacheUse.SHARE), (DIGEST, CacheUse.RECOMPUTE)):
+        llm.digests = [digest, digest]
+        lease = await engine.pause(PauseSpec(cache=cache), 10)
+        await engine.call_workers("weightsync_commit", {"apply_id": "new"})
+        await engine.resume(lease.lease_id, 9, digest)
+    assert llm.log[-2] == (MOVE, f"{KEY}.1", True)
+
+
+async def test_a_fence_ends_what_a_pause_wanted_to_keep() -> None:
+    llm = Keyed()
+    engine = await _serving(llm)
+    await engine.pause(PauseSpec(cache=CacheUse.KEEP), 10)
+    await engine.fence("it is wrong")
+    llm.digests = [OTHER, OTHER]
+    await engine.resume("", 8, OTHER)
+    assert llm.log[-2:] == [(MOVE, OTHER_KEY, True), "resume"]
 
 
 async def test_without_the_hooks_each_request_gets_a_name_when_it_comes() -> None:

@@ -208,6 +208,33 @@ def test_recompute_preempts_in_the_order_in_which_requests_run(core: Core) -> No
     assert core.scheduler.prev_step_scheduled_req_ids == set()
 
 
+def test_what_came_before_keys_were_kept_apart_is_cut_as_well(core: Core) -> None:
+    early = [core.request(name, [ord(name), *TOKENS]) for name in "ab"]
+    core.run(early[0], 8)
+    keys = CoreKeys(core, "one")
+    core.run(early[1], 8)
+    keys.move("two", recompute=False)
+    for request in early:
+        core.run(request, 20)
+        assert core.hits(list(request.all_token_ids)) == 0
+    late = Request("c", list(TOKENS), SamplingParams(max_tokens=4), None)
+    core.scheduler.kv_cache_manager.get_computed_blocks(late)
+    assert len(late.block_hashes) == 5
+
+
+@pytest.mark.parametrize(("in_flight", "kept"), [(0, False), (1, True)])
+def test_prompt_logprobs_in_flight_are_not_lost_by_recompute(
+    core: Core, in_flight: int, kept: bool
+) -> None:
+    keys = CoreKeys(core, "one")
+    request = core.request("a", list(TOKENS))
+    request.sampling_params = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    core.run(request, 20)
+    request.num_in_flight_tokens = in_flight
+    done = keys.move("two", recompute=True)
+    assert (done["cut"], done["preempted"]) == (int(kept), int(not kept))
+
+
 def test_the_same_key_again_changes_nothing(core: Core) -> None:
     keys = CoreKeys(core, "one")
     request = core.request("a", list(TOKENS))
@@ -232,6 +259,7 @@ def test_a_group_shares_keys_over_versions_and_with_nobody_else(core: Core) -> N
     request = core.request("a", list(TOKENS), salt)
     core.run(request, 8)
     assert keys.move("two", recompute=False)["cut"] == 0
+    assert keys.move("three", recompute=True)["preempted"] == 0
     core.run(request, 20)
     assert (core.hits(TOKENS, salt), core.hits(TOKENS), core.hits(TOKENS, f"{GROUP_PREFIX}8")) == (
         5, 0, 0,
