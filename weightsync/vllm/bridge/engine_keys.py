@@ -55,8 +55,8 @@ class EngineKeys:
                 self.kind = Lineage.CORE
                 return
             logger.warning(
-                "weightsync: %s, so that keys are kept apart by version when a request comes, and "
-                "none is found again after a rollback; use vLLM 0.26 to 0.33",
+                "weightsync: use vLLM 0.26 to 0.33: %s, so keys are kept apart by version only "
+                "when a request arrives, and none is found again after a rollback",
                 why,
             )
         if self._wanted is not Lineage.NONE and hasattr(self._llm.output_processor, "add_request"):

@@ -326,6 +326,8 @@ class _Typed:
             stdout=terminal,
             stderr=terminal,
             start_new_session=True,
+            # A run of the tests under nohup would have it ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509 - no lock is taken
         )
         _wait(self._pids.exists)
         return process

@@ -703,7 +703,7 @@ def test_one_job_at_a_time_and_release_ends_it(
     assert rank.job("prepare", "again", second)["phase"] == "ready"
     report = reader.read()
     assert report is not None
-    assert "released" in report["error"]
+    assert "gave this version up" in report["error"]
     assert rank.call("state")["prepared"] == ["again", "base"]
 
 
