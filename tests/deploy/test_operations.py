@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.compose_file import ROOT
 from tests.deploy.metric_families import family_names, of_some_servers
 from tests.deploy.promql import alert_rules, dashboard, dashboard_queries, metric_names
+from weightsync.vllm.extensions.answers import answer_versions
 from weightsync_client.cli.cli_options import MEANINGS
 
 if TYPE_CHECKING:
@@ -35,7 +36,14 @@ def _titles(page: str) -> set[str]:
 def test_every_metric_is_explained(lone_server: LoneServer) -> None:
     families = family_names(text_string_to_metric_families(lone_server.scrape()))
     explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z_]+)", METRICS))
-    assert explained == families | of_some_servers()
+    assert explained == families | of_some_servers() | _of_vllm()
+
+
+def _of_vllm() -> set[str]:
+    """Return the families that the plugin adds to vLLM's own metrics."""
+    counters = answer_versions._counters()
+    assert counters is not None
+    return {f"{family.name}_total" for counter in counters for family in counter.describe()}
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are(lone_server: LoneServer) -> None:

@@ -342,7 +342,8 @@ def test_a_stray_write_is_found_whatever_was_lost(
     assert site.recover() == site.first
 
 
-async def _no_answer() -> None:
+async def _no_answer(newest: int | None = None) -> None:
+    del newest
     raise WeightSyncError(Reason.ENGINE_AWAY, "as if vLLM did not answer")
 
 
