@@ -195,20 +195,25 @@ def test_a_stream_that_begins_before_its_tokens_names_versions_at_its_end(
     assert not any("weightsync_version" in event for event in events)
 
 
-def test_a_request_that_spans_an_apply_names_both_versions(site: AnswerSite) -> None:
-    answers: list[Any] = []
-    before = site.live
-    asker = threading.Thread(
-        target=lambda: answers.append(site.answer("/v1/completions", _order(TOKENS)))
-    )
+def _answered_over_an_apply(
+    site: AnswerSite, order: dict[str, Any], requests: int
+) -> tuple[int, dict[str, str], str]:
+    """Return the answer to an order that vLLM has made `requests` of when the apply comes."""
+    answers: list[tuple[int, dict[str, str], str]] = []
+    asker = threading.Thread(target=lambda: answers.append(site.answer("/v1/completions", order)))
     asker.start()
-    _wait_for(lambda: site.bench.client.health().requests == 1)
+    _wait_for(lambda: site.bench.client.health().requests == requests)
     # What was asked for later has a token, so that the first one has.
     with site.stream("/v1/completions", _order(TOKENS)) as later:
         site.apply()
         later.read()
     asker.join(60)
-    status, headers, _ = answers[0]
+    return answers[0]
+
+
+def test_a_request_that_spans_an_apply_names_both_versions(site: AnswerSite) -> None:
+    before = site.live
+    status, headers, _ = _answered_over_an_apply(site, _order(TOKENS), requests=1)
     assert (status, headers["x-weightsync-version"]) == (200, f"{before},{site.live}")
 
 
@@ -337,16 +342,8 @@ def test_an_open_stream_ends_with_the_error_when_a_switch_breaks_its_bounds(
 def test_an_answer_in_one_piece_is_refused_when_a_switch_breaks_its_bounds(
     site: AnswerSite,
 ) -> None:
-    answers: list[Any] = []
     order = _order(TOKENS, n=2, weightsync_max_span=1)
-    asker = threading.Thread(target=lambda: answers.append(site.answer("/v1/completions", order)))
-    asker.start()
-    _wait_for(lambda: site.bench.client.health().requests == 2)
-    with site.stream("/v1/completions", _order(TOKENS)) as later:
-        site.apply()
-        later.read()
-    asker.join(60)
-    status, headers, text = answers[0]
+    status, headers, text = _answered_over_an_apply(site, order, requests=2)
     assert (status, headers["retry-after"]) == (409, "1")
     assert "which would be of 2 versions" in json.loads(text)["error"]["message"]
     _wait_for(lambda: site.bench.client.health().requests == 0)
