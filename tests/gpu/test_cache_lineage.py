@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.key_scene import KeyScene
+from tests.support.key_scene import LENGTH_FLAGS, KeyScene
 from tests.support.vllm_fixtures import running_bench
 from tests.vllm.test_cache_lineage import (
     BLOCK,
@@ -33,6 +33,7 @@ __all__ = ["test_in_flight", "test_new", "test_share"]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 _FLAGS = [
+    *LENGTH_FLAGS,
     "--no-enforce-eager",
     "--compilation-config",
     '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
@@ -57,7 +58,7 @@ def test_256_requests_are_cut_or_preempted_at_once(
     scene: KeyScene, cache: str, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     prompts = [[10 + at // 16, 30 + at % 16, *range(50, 160)] for at in range(256)]
-    running = [scene.begin(prompt, 380, wait=False) for prompt in prompts]
+    running = scene.begin(*prompts, wait=False)
     scene.wait_for_requests(250)
     before = scene.bench.client.health().cut_requests
     scene.apply(3 - scene.live, cache)

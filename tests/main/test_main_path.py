@@ -30,6 +30,8 @@ from weightsync_client import Client, TransferPath
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.support.completion import Completion
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 _PROMPTS = ("hello world", "the quick brown fox", "a")
@@ -180,7 +182,7 @@ def test_a_bit_flipped_in_a_staged_segment_is_caught_before_the_pause(
 @pytest.mark.parametrize("cache", [pb.CACHE_MODE_KEEP, pb.CACHE_MODE_RECOMPUTE])
 def test_a_request_in_flight_goes_on_through_an_apply(site: Site, cache: Any) -> None:
     stub = site.server.stub
-    found: list[dict[str, Any]] = []
+    found: list[Completion] = []
     asking = threading.Thread(target=lambda: found.append(site.vllm.complete("hello", 300)))
     asking.start()
     commit = push_folder(stub, site.checkpoints[1 if cache == pb.CACHE_MODE_KEEP else 2])
@@ -191,7 +193,7 @@ def test_a_request_in_flight_goes_on_through_an_apply(site: Site, cache: Any) ->
     assert report.outcome == pb.APPLY_OUTCOME_APPLIED
     assert report.pause.cache == cache
     asking.join(timeout=120)
-    assert len(found[0]["names"]) == 300
+    assert len(found[0].names) == 300
 
 
 class _Census:

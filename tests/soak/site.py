@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
+from tests.support.completion import Completion
 from tests.support.leftovers import Mark
 from tests.support.processes import state
 from tests.support.vllm_server import VllmServer
@@ -124,8 +125,7 @@ class VllmEngineProcess:
     def __init__(self, server: VllmServer) -> None:
         self._server = server
         #: How it answers, by content.
-        self._answers: dict[str, Any] = {}
-        # Two requests in one step are computed together, and rounded otherwise.
+        self._answers: dict[str, Completion] = {}
         self._one = threading.Lock()
 
     def start(self) -> None:
@@ -175,14 +175,14 @@ class VllmEngineProcess:
             raise RuntimeError(f"vLLM answers {answer}: contents cannot be told apart")
         self._answers[content] = answer
 
-    def _answer(self, timeout_s: float = 10) -> Any:
+    def _answer(self, timeout_s: float = 10) -> Completion | None:
         # One token: a longer request may rightly begin under one version and end under another.
         body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
         with self._one, contextlib.suppress(OSError):
             status, answer = self._server.request(
                 "/v1/completions", {**body, "logprobs": 3}, timeout_s
             )
-            return answer["choices"][0]["logprobs"] if status == 200 else None
+            return Completion.read(answer) if status == 200 else None
         return None
 
 

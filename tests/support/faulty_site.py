@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from tests.support.completion import Completion
 from tests.support.models import make_checkpoint, nudge_checkpoint
 from tests.support.processes import state
 from tests.support.stock import push_folder
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["COMMIT_S", "LEASE_S", "FaultySite", "running_site"]
 
 _PROMPT = "the quick brown fox"
-#: Log probabilities of one token are alike within this.
-_ROUNDING = 1e-5
 #: Lease of a pause and longest commit, seconds: short, so that what hangs is noticed soon.
 LEASE_S, COMMIT_S = 2.0, 2.5
 #: Longest time until one verified version is served, seconds: a loader may have to start first.
@@ -108,7 +107,7 @@ class FaultySite:
         )
         #: How an apply pauses.
         self.pause = pb.PauseOptions()
-        self.expected: dict[str, Any] = {}
+        self.expected: dict[str, Completion] = {}
         self.content: dict[int, str] = {1: self.pair[0]}
         self.served: list[str] = []
 
@@ -253,9 +252,9 @@ class FaultySite:
         if status != 200:
             assert status in (500, 503), (status, answer)
             return str(status)
-        logprobs = answer["choices"][0]["logprobs"]
-        names = [name for name, seen in self.expected.items() if _alike(seen, logprobs)]
-        assert len(names) == 1, f"a mixture is served: {logprobs}, expected {self.expected}"
+        told = Completion.read(answer)
+        names = [name for name, seen in self.expected.items() if seen == told]
+        assert len(names) == 1, f"a mixture is served: {told}, expected {self.expected}"
         return names[0]
 
     @contextlib.contextmanager
@@ -315,29 +314,15 @@ class FaultySite:
         status = self.server.stub.GetStatus(pb.GetStatusRequest(), timeout=5)
         return sum(status.invariant_violations.values())
 
-    def _answer(self) -> Any:
+    def _answer(self) -> Completion:
         status, answer = self._request()
         assert status == 200, answer
-        return answer["choices"][0]["logprobs"]
+        return Completion.read(answer)
 
     def _request(self) -> tuple[int, Any]:
         # One token: a longer request may rightly begin under one version and end under another.
         body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
         return self.vllm.request("/v1/completions", {**body, "logprobs": 3})
-
-
-def _alike(left: Any, right: Any) -> bool:
-    """Whether two answers differ in no more than what is rounded otherwise.
-
-    Two requests in one step are computed together. Any two versions differ in a thousand times as
-    much.
-    """
-    (first,), (second,) = left["top_logprobs"], right["top_logprobs"]
-    return (
-        left["tokens"] == right["tokens"]
-        and first.keys() == second.keys()
-        and all(abs(first[token] - second[token]) < _ROUNDING for token in first)
-    )
 
 
 @contextlib.contextmanager

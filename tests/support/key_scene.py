@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 #: Largest difference of two logprobs that fp32 computed from the same keys in another order: up to
 #: 2e-4 with the logits of 20 that these models have. Keys of another version make it more than 0.1.
 NOISE = 1e-3
+#: Tokens of a prompt and its answer: as many as the tests' models know, so that a request is in
+#: flight for longer than a change takes.
+LENGTH = 1024
+LENGTH_FLAGS = ("--max-model-len", str(LENGTH))
 
 
 @dataclass
@@ -142,36 +146,43 @@ class KeyScene:
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
-    def begin(self, prompt: list[int], tokens: int, *, wait: bool = True, **more: Any) -> Running:
-        """Ask in a thread of its own; with `wait`, return once vLLM has answered a token."""
-        running = Running(self, prompt, tokens, more)
-        if wait:
-            running.answers()
+    def begin(self, *prompts: list[int], wait: bool = True) -> list[Running]:
+        """Ask for as many tokens as vLLM gives; with `wait`, return once each has one.
+
+        Args:
+            prompts: Token ids of each request's prompt.
+            wait: Whether to return once each has a token; more than run at once never do.
+        """
+        running = [Running(self, prompt) for prompt in prompts]
+        for one in running if wait else ():
+            one.answers()
         return running
 
 
 class Running:
-    """A request in flight."""
+    """A request that is in flight until `end`, unless what vLLM holds of a request is full."""
 
-    def __init__(
-        self, scene: KeyScene, prompt: list[int], tokens: int, more: dict[str, Any]
-    ) -> None:
+    def __init__(self, scene: KeyScene, prompt: list[int]) -> None:
         self.prompt = prompt
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self._first = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(scene, tokens, more))
+        self._last: int | None = None
+        self._thread = threading.Thread(target=self._read, args=(scene,))
         self._thread.start()
 
     def answers(self) -> None:
         """Return once there is a token."""
         assert self._first.wait(60)
+        assert self.tokens
 
-    def _read(self, scene: KeyScene, tokens: int, more: dict[str, Any]) -> None:
+    def _read(self, scene: KeyScene) -> None:
+        # All of it fits as a prompt as well.
+        tokens = LENGTH - 1 - len(self.prompt)
         body = {
             "model": "model", "prompt": self.prompt, "max_tokens": tokens, "ignore_eos": True,
             "temperature": 0.0, "logprobs": 0, "return_tokens_as_token_ids": True,
-            "stream": True, **more,
+            "stream": True,
         }  # fmt: skip
         with scene.bench.vllm.ask("/v1/completions", body) as answer:
             for line in answer:
@@ -180,10 +191,14 @@ class Running:
                     self.tokens += [int(one.split(":")[1]) for one in choice["logprobs"]["tokens"]]
                     self.logprobs += choice["logprobs"]["token_logprobs"]
                     self._first.set()
+                    if self._last is not None and len(self.tokens) >= self._last:
+                        # vLLM aborts what nobody reads.
+                        break
         self._first.set()
 
-    def end(self) -> Running:
-        """Wait for the end."""
+    def end(self, more: int = 32) -> Running:
+        """Close it after so many more tokens."""
+        self._last = len(self.tokens) + more
         self._thread.join(120)
         assert not self._thread.is_alive()
         return self

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.servers import free_port
+from tests.support.completion import Completion
 from tests.support.processes import give_way
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ class VllmServer:
         except urllib.error.HTTPError as error:
             return error
 
-    def complete(self, prompt: str, tokens: int = 16, core: int | None = None) -> dict[str, Any]:
+    def complete(self, prompt: str, tokens: int = 16, core: int | None = None) -> Completion:
         """Return the tokens and log probabilities of a greedy completion; see `request`."""
         status, answer = self.request(
             "/v1/completions",
@@ -243,15 +244,7 @@ class VllmServer:
             core=core,
         )
         assert status == 200, (status, answer)
-        choice = answer["choices"][0]
-        probabilities = choice["logprobs"]
-        return {
-            "text": choice["text"],
-            "tokens": choice.get("token_ids"),
-            "names": probabilities["tokens"],
-            "logprobs": probabilities["token_logprobs"],
-            "top": probabilities["top_logprobs"],
-        }
+        return Completion.read(answer)
 
     def stop(self) -> None:
         """Stop the server and everything that it started."""

@@ -121,7 +121,7 @@ def test_apply_changes_the_tokens_and_restore_brings_them_back(
     replies = bench.client.apply(versions[1], 2, apply_id=adopted[1])
     assert replies[0]["written_bytes"] > 5_000_000
     second = bench.vllm.complete(PROMPT)
-    assert second["tokens"] != first["tokens"]
+    assert second.tokens != first.tokens
     bench.client.apply(versions[0], 3, apply_id=adopted[0])
     assert bench.vllm.complete(PROMPT) == first
 
@@ -145,7 +145,7 @@ def test_a_framework_does_not_end_a_pause_or_lift_a_fence_of_ours(
     # A pause of vLLM's own is vLLM's own to end.
     assert bench.vllm.request("/pause?mode=keep", {})[0] == 200
     assert bench.vllm.request("/resume", {})[0] == 200
-    assert bench.vllm.complete(PROMPT)["tokens"]
+    assert bench.vllm.complete(PROMPT).tokens
 
 
 def test_a_wake_up_of_a_framework_starts_nothing_that_stands_still(
@@ -192,7 +192,7 @@ def test_memory_of_keys_that_is_given_back_is_a_sleep(bench: Bench) -> None:
         bench.client.pause()
     assert bench.vllm.request("/wake_up", {})[0] == 200
     assert not bench.client.health().sleeping
-    assert bench.vllm.complete(PROMPT)["tokens"]
+    assert bench.vllm.complete(PROMPT).tokens
 
 
 def _generates(bench: Bench) -> bool:

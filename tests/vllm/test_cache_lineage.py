@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.key_scene import KeyScene
+from tests.support.key_scene import LENGTH_FLAGS, KeyScene
 from tests.support.vllm_fixtures import running_bench
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 BLOCK = 32
 #: Largest token of the tests' vocabulary that is no special one.
 TOKENS = range(10, 250)
-FLAGS = ["--block-size", str(BLOCK), "--enable-prompt-tokens-details"]
+FLAGS = [*LENGTH_FLAGS, "--block-size", str(BLOCK), "--enable-prompt-tokens-details"]
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.battery)])
@@ -83,7 +83,7 @@ def test_a_new_request_finds_no_key_of_another_version_and_all_of_its_own_again(
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_in_flight_leaves_no_mixed_key_for_others(scene: KeyScene, change: Any) -> None:
     first, other = scene.live, 3 - scene.live
-    running = [scene.begin(_prompt(length), 150) for length in (40, 64, 200)]
+    running = scene.begin(*(_prompt(length) for length in (40, 64, 200)))
     change(scene, other)
     whole = [one.prompt + one.end().tokens for one in running]
     for which in (other, first):
@@ -107,7 +107,7 @@ def test_recompute_answers_as_one_version_or_the_other_and_keep_as_neither(
     scene: KeyScene, change: Any, request: pytest.FixtureRequest
 ) -> None:
     first, other = scene.live, 3 - scene.live
-    running = scene.begin(_prompt(100), 200)
+    (running,) = scene.begin(_prompt(100))
     change(scene, other)
     running.end()
     tokens = running.prompt + running.tokens
@@ -164,7 +164,7 @@ def test_requests_that_wait_over_a_change_read_keys_of_the_version_after_it(
     scene.right(shared)
     before = scene.bench.client.health()
     # Eight run; these wait until one of them ends.
-    running = [scene.begin(_prompt(40), 120) for _ in range(8)]
+    running = scene.begin(*(_prompt(40) for _ in range(8)))
     found: list[Any] = []
     waiting = [
         threading.Thread(target=lambda: found.append(scene.ask(shared, 4))) for _ in range(4)
@@ -192,15 +192,19 @@ def test_random_schedules_over_fifty_changes_are_right_to_the_last_token(
     prompts = [_prompt(draw.choice((48, 96, 160, 224))) for _ in range(6)]
     done: list[list[int]] = []
     for _ in range(50):
-        running = [
-            scene.begin(draw.choice(prompts)[: draw.randint(40, 224)] + _prompt(8), 48)
-            for _ in range(16 if draw.random() < 0.3 else 4)
-        ]
+        running = scene.begin(
+            *(
+                draw.choice(prompts)[: draw.randint(40, 224)] + _prompt(8)
+                for _ in range(16 if draw.random() < 0.3 else 4)
+            ),
+            wait=False,
+        )
+        scene.wait_for_requests(len(running))
         other, cache = 3 - scene.live, draw.choice(("keep", "recompute"))
         if draw.random() < 0.5:
             scene.switch(other, cache)
         else:
             scene.apply(other, cache, draw.choice(("keep", "abort", "keep")))
-        done += [one.prompt + one.end().tokens for one in running]
+        done += [one.prompt + one.end(draw.randint(1, 48)).tokens for one in running]
         for tokens in draw.sample(done, min(3, len(done))):
             scene.right(tokens[: draw.randint(33, len(tokens))])

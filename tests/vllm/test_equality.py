@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.support.completion import Completion
     from tests.support.staging import BridgeClient, Version
     from tests.support.vllm_fixtures import Bench
 
@@ -78,14 +79,14 @@ ALL = tuple(
 )
 
 
-def _answers(vllm: VllmServer) -> list[dict[str, Any]]:
+def _answers(vllm: VllmServer) -> list[Completion]:
     return [vllm.complete(prompt, tokens=24) for prompt in PROMPTS]
 
 
 @contextmanager
 def _fresh(
     cell: Cell, model: Path, run_dir: Path, *, plain: bool = True
-) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+) -> Iterator[Callable[[], list[Completion]]]:
     """Start an engine without us; the result waits for it and asks it."""
     place = run_dir / f"fresh-{cell}"
     # Both engines of a cell run at the same time.
@@ -149,7 +150,7 @@ def _masters(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_masters(
-    bench: Bench, near: Path, wanted: Path, after: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+    bench: Bench, near: Path, wanted: Path, after: tuple[list[Completion], list[Completion]]
 ) -> None:
     """Push masters of two checkpoints to a real server beside the engine, in full and as a delta.
 

@@ -134,8 +134,8 @@ def test_a_vllm_whose_server_is_frozen_answers_503_until_it_is_back(fleet: _Flee
     until(lambda: _ask(fleet.vllm)[0] == 200, "vLLM answers again")
 
 
-def _completed(vllm: VllmServer) -> tuple[list[Any], str]:
+def _completed(vllm: VllmServer) -> tuple[list[int], str]:
     """Return the tokens that vLLM generates, and the version that it names."""
     with vllm.ask("/v1/completions", _BODY) as answer:
         named = answer.headers[_VERSION]
-    return vllm.complete("The quick")["tokens"], named
+    return vllm.complete("The quick").tokens, named

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from _pytest.mark import ParameterSet
+
+    from tests.support.completion import Completion
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -76,7 +78,7 @@ class KindSite:
 
     def fresh_answers(
         self, name: str, *prompts: str
-    ) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+    ) -> tuple[list[dict[str, str]], list[Completion]]:
         """Return what a vLLM holds, and answers, that has just loaded a checkpoint."""
         vllm = self._vllm(name, bridge=False)
         try:
@@ -269,4 +271,4 @@ def test_scales_of_the_cache_are_those_of_the_version(site: KindSite) -> None:
     assert [site.vllm.complete(prompt) for prompt in prompts] == before[1]
     site.vllm.stop()
     assert after == site.fresh_answers("b", *prompts)
-    assert [answer["tokens"] for answer in after[1]] != [answer["tokens"] for answer in before[1]]
+    assert [answer.tokens for answer in after[1]] != [answer.tokens for answer in before[1]]

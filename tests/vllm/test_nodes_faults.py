@@ -160,17 +160,17 @@ def whole(site: NodesSite) -> Iterator[None]:
 
 
 def test_both_nodes_take_a_version_and_go_back_as_one(site: NodesSite) -> None:
-    before, answer = site.digests(), site.vllm.complete(_PROMPT)["tokens"]
+    before, answer = site.digests(), site.vllm.complete(_PROMPT).tokens
     report = site.apply(site.push("b"))
     assert [rank.rank for rank in report.ranks] == ["0/0/0", "0/0/1"]
     assert len({rank.content_digest for rank in report.ranks}) == 1
     site.verify()
     after = site.digests()
     assert all(one != other for one, other in zip(before, after, strict=True))
-    assert site.vllm.complete(_PROMPT)["tokens"] != answer
+    assert site.vllm.complete(_PROMPT).tokens != answer
     site.head.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60)
     assert site.digests() == before
-    assert site.vllm.complete(_PROMPT)["tokens"] == answer
+    assert site.vllm.complete(_PROMPT).tokens == answer
 
 
 #: The other points are tried with engines in memory, in integration/test_engine_nodes.py.

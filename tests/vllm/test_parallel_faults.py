@@ -84,7 +84,7 @@ def whole(site: FaultySite) -> Iterator[None]:
 def _tokens(vllm: VllmServer) -> list[Any]:
     """Return what every engine core answers; all of them must answer the same."""
     cores = [core if vllm.dp > 1 else None for core in range(vllm.dp)]
-    answers = [[vllm.complete(prompt, 24, core)["tokens"] for prompt in PROMPTS] for core in cores]
+    answers = [[vllm.complete(prompt, 24, core).tokens for prompt in PROMPTS] for core in cores]
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 

@@ -115,7 +115,7 @@ def test_a_request_that_a_pause_of_vllm_keeps_goes_on_after_the_apply(
         assert site.vllm.request("/pause?mode=keep", {})[0] == 200
         assert not answer.done()
         trainer.send_weights()
-        assert len(answer.result(60)["tokens"]) == 400
+        assert len(answer.result(60).tokens) == 400
 
 
 def test_a_pause_of_vllm_may_be_in_force(
