@@ -58,6 +58,7 @@ class Reason(enum.StrEnum):
     ENGINE_OWNED = enum.auto()
     APPLY_BUSY = enum.auto()
     APPLY_RESTORED = enum.auto()
+    GATE_HELD = enum.auto()
     FETCHER_FAILED = enum.auto()
     TRAINER_FAILED = enum.auto()
     TRAINER_AWAY = enum.auto()
@@ -283,6 +284,11 @@ EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
             "ABORTED",
             "The apply failed, and the previous version was restored and verified on every rank.",
             "Push the version again, or apply another one.",
+        ),
+        Reason.GATE_HELD: Explanation(
+            "FAILED_PRECONDITION",
+            "The gate of an earlier apply held the version, because its probes were over a limit.",
+            "Apply it with `--accept`, or push another version.",
         ),
         Reason.FETCHER_FAILED: Explanation(
             "UNAVAILABLE",

@@ -15,8 +15,10 @@ __all__ = [
     "LAYOUT_CHECK",
     "LIMITS_SERVING",
     "OLDEST_PROTOCOL",
+    "PAUSED_SCORES",
     "PROTOCOL_VERSION",
     "READ_AHEAD",
+    "SCORES",
     "VERSION_LOADS",
     "WEIGHT_UPDATES",
     "CacheUse",
@@ -59,6 +61,10 @@ LAYOUT_CHECK = "checks_layouts"
 
 #: The capability of engines whose ranks read a version while it still comes in.
 READ_AHEAD = "reads_arrivals"
+
+#: The capability of engines that score sequences beside generation, and that of those which do so
+#: in a pause.
+SCORES, PAUSED_SCORES = "scores", "paused_scores"
 
 #: The capability of engines whose ranks can load a version beside generation.
 VERSION_LOADS = "loads_versions"
@@ -315,6 +321,21 @@ class Engine(Protocol):
         """Change the version between two steps; only with the capability `between_steps`.
 
         No step is taken on anything but one version that every rank is proved to hold.
+        """
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], lease_id: str, limit_s: float
+    ) -> list[list[float]]:
+        """Return the natural log probability of every token but the first, by sequence.
+
+        They are what the engine computes with what its ranks hold; no other request finds a key of
+        theirs. Raises DEADLINE_EXCEEDED if they take longer than `limit_s`.
+
+        Args:
+            sequences: At most 64 of 2 to 512 token ids.
+            lease_id: Of the pause in which they are scored; only with the capability PAUSED_SCORES.
+                Empty: the engine generates, and they run beside all others; with SCORES.
+            limit_s: Longest time, in seconds.
         """
 
     async def fence(self, reason: str) -> None:

@@ -149,6 +149,8 @@ class _ServingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Serving.Value
     """Served by every rank."""
     SERVING_REJECTED: _Serving.ValueType  # 3
     """Left by a rollback or a failed apply; "newest" skips its content, under any number."""
+    SERVING_HELD: _Serving.ValueType  # 4
+    """Its gate held it: it stays staged, "newest" skips it, and an apply of it needs clear_rejected."""
 
 class Serving(_Serving, metaclass=_ServingEnumTypeWrapper):
     """Whether the engine serves a version."""
@@ -161,6 +163,8 @@ SERVING_LIVE: Serving.ValueType  # 2
 """Served by every rank."""
 SERVING_REJECTED: Serving.ValueType  # 3
 """Left by a rollback or a failed apply; "newest" skips its content, under any number."""
+SERVING_HELD: Serving.ValueType  # 4
+"""Its gate held it: it stays staged, "newest" skips it, and an apply of it needs clear_rejected."""
 Global___Serving: _TypeAlias = Serving  # noqa: Y015
 
 class _PauseMode:
@@ -325,6 +329,102 @@ APPLY_KIND_FLEET_ROLLBACK: ApplyKind.ValueType  # 7
 """Rollback of the whole fleet, at the server that was called."""
 Global___ApplyKind: _TypeAlias = ApplyKind  # noqa: Y015
 
+class _GateWhen:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GateWhenEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GateWhen.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GATE_WHEN_UNSPECIFIED: _GateWhen.ValueType  # 0
+    """Without probes same as GATE_WHEN_OFF; else as GATE_WHEN_BEFORE, or as GATE_WHEN_AFTER where an
+    engine cannot score in a pause: with PAUSE_MODE_BETWEEN_STEPS, or without the capability
+    paused_scores.
+    """
+    GATE_WHEN_OFF: _GateWhen.ValueType  # 1
+    """Never."""
+    GATE_WHEN_BEFORE: _GateWhen.ValueType  # 2
+    """In the pause, when every rank has proved the version: nobody is served by it before."""
+    GATE_WHEN_AFTER: _GateWhen.ValueType  # 3
+    """When the engine generates on it."""
+
+class GateWhen(_GateWhen, metaclass=_GateWhenEnumTypeWrapper):
+    """When an apply scores the probes of a version: computes their tokens' log probabilities on the
+    engine and compares them with those of the trainer.
+    """
+
+GATE_WHEN_UNSPECIFIED: GateWhen.ValueType  # 0
+"""Without probes same as GATE_WHEN_OFF; else as GATE_WHEN_BEFORE, or as GATE_WHEN_AFTER where an
+engine cannot score in a pause: with PAUSE_MODE_BETWEEN_STEPS, or without the capability
+paused_scores.
+"""
+GATE_WHEN_OFF: GateWhen.ValueType  # 1
+"""Never."""
+GATE_WHEN_BEFORE: GateWhen.ValueType  # 2
+"""In the pause, when every rank has proved the version: nobody is served by it before."""
+GATE_WHEN_AFTER: GateWhen.ValueType  # 3
+"""When the engine generates on it."""
+Global___GateWhen: _TypeAlias = GateWhen  # noqa: Y015
+
+class _GateAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GateActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GateAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GATE_ACTION_UNSPECIFIED: _GateAction.ValueType  # 0
+    """Same as GATE_ACTION_ROLL_BACK."""
+    GATE_ACTION_ROLL_BACK: _GateAction.ValueType  # 1
+    """The version before is served again, proved, and this content is rejected."""
+    GATE_ACTION_HOLD: _GateAction.ValueType  # 2
+    """The version before is served again, proved, and this version is held: SERVING_HELD."""
+    GATE_ACTION_REPORT: _GateAction.ValueType  # 3
+    """It goes live all the same; the report says why it would not."""
+
+class GateAction(_GateAction, metaclass=_GateActionEnumTypeWrapper):
+    """What becomes of a version whose probes are over a limit, or could not be scored in time."""
+
+GATE_ACTION_UNSPECIFIED: GateAction.ValueType  # 0
+"""Same as GATE_ACTION_ROLL_BACK."""
+GATE_ACTION_ROLL_BACK: GateAction.ValueType  # 1
+"""The version before is served again, proved, and this content is rejected."""
+GATE_ACTION_HOLD: GateAction.ValueType  # 2
+"""The version before is served again, proved, and this version is held: SERVING_HELD."""
+GATE_ACTION_REPORT: GateAction.ValueType  # 3
+"""It goes live all the same; the report says why it would not."""
+Global___GateAction: _TypeAlias = GateAction  # noqa: Y015
+
+class _GateOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GateOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GateOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GATE_OUTCOME_UNSPECIFIED: _GateOutcome.ValueType  # 0
+    """Not known."""
+    GATE_OUTCOME_PASSED: _GateOutcome.ValueType  # 1
+    """Every limit was kept."""
+    GATE_OUTCOME_REPORTED: _GateOutcome.ValueType  # 2
+    """A limit was not, and GATE_ACTION_REPORT let the version go live."""
+    GATE_OUTCOME_ROLLED_BACK: _GateOutcome.ValueType  # 3
+    """GATE_ACTION_ROLL_BACK."""
+    GATE_OUTCOME_HELD: _GateOutcome.ValueType  # 4
+    """GATE_ACTION_HOLD."""
+
+class GateOutcome(_GateOutcome, metaclass=_GateOutcomeEnumTypeWrapper):
+    """How a gate ended."""
+
+GATE_OUTCOME_UNSPECIFIED: GateOutcome.ValueType  # 0
+"""Not known."""
+GATE_OUTCOME_PASSED: GateOutcome.ValueType  # 1
+"""Every limit was kept."""
+GATE_OUTCOME_REPORTED: GateOutcome.ValueType  # 2
+"""A limit was not, and GATE_ACTION_REPORT let the version go live."""
+GATE_OUTCOME_ROLLED_BACK: GateOutcome.ValueType  # 3
+"""GATE_ACTION_ROLL_BACK."""
+GATE_OUTCOME_HELD: GateOutcome.ValueType  # 4
+"""GATE_ACTION_HOLD."""
+Global___GateOutcome: _TypeAlias = GateOutcome  # noqa: Y015
+
 class _RunningPhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -347,6 +447,8 @@ class _RunningPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunningP
     """It waits for other engines of the host or for its fleet, or has done its part."""
     RUNNING_PHASE_RESTORE: _RunningPhase.ValueType  # 6
     """The apply has failed, and the engine goes back to the version that was live."""
+    RUNNING_PHASE_SCORE: _RunningPhase.ValueType  # 7
+    """The probes of the version are scored."""
 
 class RunningPhase(_RunningPhase, metaclass=_RunningPhaseEnumTypeWrapper):
     """What an apply does with an engine while it runs; PhaseDurations has the times of one that ended."""
@@ -367,6 +469,8 @@ RUNNING_PHASE_WAIT: RunningPhase.ValueType  # 5
 """It waits for other engines of the host or for its fleet, or has done its part."""
 RUNNING_PHASE_RESTORE: RunningPhase.ValueType  # 6
 """The apply has failed, and the engine goes back to the version that was live."""
+RUNNING_PHASE_SCORE: RunningPhase.ValueType  # 7
+"""The probes of the version are scored."""
 Global___RunningPhase: _TypeAlias = RunningPhase  # noqa: Y015
 
 class _ApplyResult:
@@ -1340,6 +1444,7 @@ class CommitPushRequest(_message.Message):
     SHARD_COUNT_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     CAST_TENSORS_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """From BeginPush. May be empty on the stream that began or joined the push."""
     content_digest: _builtins.str
@@ -1354,6 +1459,10 @@ class CommitPushRequest(_message.Message):
     """Tensors that the trainer cast to the dtypes of the engine, for the counter; of several writers
     the largest counts. Capped at the number of tensors in the version.
     """
+    @_builtins.property
+    def probes(self) -> Global___Probes:
+        """What the gate of an apply scores; kept with the version. Of several writers, one sends them."""
+
     def __init__(
         self,
         *,
@@ -1362,14 +1471,75 @@ class CommitPushRequest(_message.Message):
         shard_count: _builtins.int = ...,
         writer: _builtins.int = ...,
         cast_tensors: _builtins.int = ...,
+        probes: Global___Probes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cast_tensors", b"cast_tensors", "content_digest", b"content_digest", "push_id", b"push_id", "shard_count", b"shard_count", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cast_tensors", b"cast_tensors", "content_digest", b"content_digest", "probes", b"probes", "push_id", b"push_id", "shard_count", b"shard_count", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitPushRequest: _TypeAlias = CommitPushRequest  # noqa: Y015
+
+@_typing.final
+class Probe(_message.Message):
+    """A sequence that is scored, and what the trainer computed for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Index of the first token that has one, from 1 on; 0: 1."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids, 2 to 512."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The natural log probability of each token from `start` on, given all tokens before it, at
+        temperature 1, as the pushed weights compute it in evaluation mode. None: not compared.
+        """
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class Probes(_message.Message):
+    """The probes of a version, 1 to 64 and at most 512 KiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Probe]:
+        """Each sequence."""
+
+    def __init__(
+        self,
+        *,
+        probes: _abc.Iterable[Global___Probe] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probes: _TypeAlias = Probes  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -1725,6 +1895,7 @@ class ApplyVersionRequest(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     MAX_UNAVAILABLE_FIELD_NUMBER: _builtins.int
     SCOPE_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
@@ -1761,6 +1932,10 @@ class ApplyVersionRequest(_message.Message):
     def prepare_timeout(self) -> _duration_pb2.Duration:
         """Longest time for prepare; default 300 s. Commit and later phases have their own bounds."""
 
+    @_builtins.property
+    def gate(self) -> Global___GateOptions:
+        """Whether the version's probes are scored, and what a bad score means."""
+
     def __init__(
         self,
         *,
@@ -1776,16 +1951,154 @@ class ApplyVersionRequest(_message.Message):
         order: Global___EngineOrder.ValueType = ...,
         max_unavailable: _builtins.int = ...,
         scope: Global___Scope.ValueType = ...,
+        gate: Global___GateOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "gate", b"gate", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "clear_rejected", b"clear_rejected", "dry_run", b"dry_run", "engine", b"engine", "idempotency_key", b"idempotency_key", "max_unavailable", b"max_unavailable", "model", b"model", "order", b"order", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable", "scope", b"scope", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable", "clear_rejected", b"clear_rejected", "dry_run", b"dry_run", "engine", b"engine", "gate", b"gate", "idempotency_key", b"idempotency_key", "max_unavailable", b"max_unavailable", "model", b"model", "order", b"order", "pause", b"pause", "prepare_timeout", b"prepare_timeout", "require_durable", b"require_durable", "scope", b"scope", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__require_durable: _TypeAlias = _typing.Literal["require_durable"]  # noqa: Y015
     _WhichOneofArgType__require_durable: _TypeAlias = _typing.Literal["_require_durable", b"_require_durable"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__require_durable) -> _WhichOneofReturnType__require_durable | None: ...
 
 Global___ApplyVersionRequest: _TypeAlias = ApplyVersionRequest  # noqa: Y015
+
+@_typing.final
+class GateOptions(_message.Message):
+    """How an apply scores the probes of its version. Of several engines one scores for all, the first
+    that takes the version.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHEN_FIELD_NUMBER: _builtins.int
+    ON_FAIL_FIELD_NUMBER: _builtins.int
+    K3_LIMIT_FIELD_NUMBER: _builtins.int
+    STEP_K3_LIMIT_FIELD_NUMBER: _builtins.int
+    TIME_LIMIT_FIELD_NUMBER: _builtins.int
+    EACH_ENGINE_FIELD_NUMBER: _builtins.int
+    when: Global___GateWhen.ValueType
+    """When."""
+    on_fail: Global___GateAction.ValueType
+    """What happens to a version that is over a limit."""
+    k3_limit: _builtins.float
+    """Largest k3 from the trainer to the engine: the mean over all tokens of exp(-d) - 1 + d, where d
+    is the trainer's log probability less the engine's. 0: 8 times the median of the last 16
+    versions that passed, at least 0.001; 0.002 before there are any.
+    """
+    step_k3_limit: _builtins.float
+    """Largest k3 from the version that was live to this one, on the same probes; 0: none."""
+    each_engine: _builtins.bool
+    """True: every engine scores."""
+    @_builtins.property
+    def time_limit(self) -> _duration_pb2.Duration:
+        """Longest time for scoring; default 5 s."""
+
+    def __init__(
+        self,
+        *,
+        when: Global___GateWhen.ValueType = ...,
+        on_fail: Global___GateAction.ValueType = ...,
+        k3_limit: _builtins.float = ...,
+        step_k3_limit: _builtins.float = ...,
+        time_limit: _duration_pb2.Duration | None = ...,
+        each_engine: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time_limit", b"time_limit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["each_engine", b"each_engine", "k3_limit", b"k3_limit", "on_fail", b"on_fail", "step_k3_limit", b"step_k3_limit", "time_limit", b"time_limit", "when", b"when"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GateOptions: _TypeAlias = GateOptions  # noqa: Y015
+
+@_typing.final
+class GateReport(_message.Message):
+    """What scoring the probes of a version has shown on one engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WHEN_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    NAN_FIELD_NUMBER: _builtins.int
+    K3_FIELD_NUMBER: _builtins.int
+    MEAN_ABS_FIELD_NUMBER: _builtins.int
+    MAX_ABS_FIELD_NUMBER: _builtins.int
+    K3_LIMIT_FIELD_NUMBER: _builtins.int
+    FLOOR_K3_FIELD_NUMBER: _builtins.int
+    STEP_K3_FIELD_NUMBER: _builtins.int
+    STEP_K3_LIMIT_FIELD_NUMBER: _builtins.int
+    WORST_PROBE_FIELD_NUMBER: _builtins.int
+    TOOK_FIELD_NUMBER: _builtins.int
+    outcome: Global___GateOutcome.ValueType
+    """How it ended."""
+    reason: _builtins.str
+    """Why a limit was not kept, or why there is no score; empty otherwise."""
+    version: _builtins.int
+    """The version that was scored."""
+    when: Global___GateWhen.ValueType
+    """When it was scored."""
+    probes: _builtins.int
+    """Sequences that were scored."""
+    tokens: _builtins.int
+    """Tokens that were compared with those of the trainer."""
+    nan: _builtins.int
+    """Log probabilities of the engine that are no numbers, or infinite."""
+    k3: _builtins.float
+    """As k3_limit says; 0 if nothing was compared."""
+    mean_abs: _builtins.float
+    """Mean of the absolute difference of log probabilities."""
+    max_abs: _builtins.float
+    """The largest one."""
+    k3_limit: _builtins.float
+    """The limit of k3 that counted; 0: nothing was compared."""
+    floor_k3: _builtins.float
+    """The median k3 of versions that passed, of which the limit was made; 0: none."""
+    step_k3: _builtins.float
+    """As step_k3_limit says; unset: the version before was not scored."""
+    step_k3_limit: _builtins.float
+    """Its limit; 0: none."""
+    worst_probe: _builtins.int
+    """Index of the probe with the largest mean k3, or the first with a log probability that is no
+    number.
+    """
+    @_builtins.property
+    def took(self) -> _duration_pb2.Duration:
+        """Time that scoring took, in the pause with GATE_WHEN_BEFORE."""
+
+    def __init__(
+        self,
+        *,
+        outcome: Global___GateOutcome.ValueType = ...,
+        reason: _builtins.str = ...,
+        version: _builtins.int = ...,
+        when: Global___GateWhen.ValueType = ...,
+        probes: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        nan: _builtins.int = ...,
+        k3: _builtins.float = ...,
+        mean_abs: _builtins.float = ...,
+        max_abs: _builtins.float = ...,
+        k3_limit: _builtins.float = ...,
+        floor_k3: _builtins.float = ...,
+        step_k3: _builtins.float | None = ...,
+        step_k3_limit: _builtins.float = ...,
+        worst_probe: _builtins.int = ...,
+        took: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_k3", b"_step_k3", "step_k3", b"step_k3", "took", b"took"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_k3", b"_step_k3", "floor_k3", b"floor_k3", "k3", b"k3", "k3_limit", b"k3_limit", "max_abs", b"max_abs", "mean_abs", b"mean_abs", "nan", b"nan", "outcome", b"outcome", "probes", b"probes", "reason", b"reason", "step_k3", b"step_k3", "step_k3_limit", b"step_k3_limit", "tokens", b"tokens", "took", b"took", "version", b"version", "when", b"when", "worst_probe", b"worst_probe"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step_k3: _TypeAlias = _typing.Literal["step_k3"]  # noqa: Y015
+    _WhichOneofArgType__step_k3: _TypeAlias = _typing.Literal["_step_k3", b"_step_k3"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_k3) -> _WhichOneofReturnType__step_k3 | None: ...
+
+Global___GateReport: _TypeAlias = GateReport  # noqa: Y015
 
 @_typing.final
 class PhaseDurations(_message.Message):
@@ -1799,6 +2112,7 @@ class PhaseDurations(_message.Message):
     VERIFY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     PAUSED_TOTAL_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prepare(self) -> _duration_pb2.Duration:
         """Mapping, matching and digests on every rank, while generation runs."""
@@ -1825,6 +2139,10 @@ class PhaseDurations(_message.Message):
         slowest rank took between two steps for the switch; pause and resume are then 0.
         """
 
+    @_builtins.property
+    def score(self) -> _duration_pb2.Duration:
+        """Scoring the version's probes in the pause."""
+
     def __init__(
         self,
         *,
@@ -1834,10 +2152,11 @@ class PhaseDurations(_message.Message):
         verify: _duration_pb2.Duration | None = ...,
         resume: _duration_pb2.Duration | None = ...,
         paused_total: _duration_pb2.Duration | None = ...,
+        score: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "pause", b"pause", "paused_total", b"paused_total", "prepare", b"prepare", "resume", b"resume", "verify", b"verify"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "pause", b"pause", "paused_total", b"paused_total", "prepare", b"prepare", "resume", b"resume", "score", b"score", "verify", b"verify"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "pause", b"pause", "paused_total", b"paused_total", "prepare", b"prepare", "resume", b"resume", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "pause", b"pause", "paused_total", b"paused_total", "prepare", b"prepare", "resume", b"resume", "score", b"score", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2031,6 +2350,7 @@ class ApplyReport(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     apply_id: _builtins.str
     """Identifies the attempt."""
     outcome: Global___ApplyOutcome.ValueType
@@ -2063,6 +2383,10 @@ class ApplyReport(_message.Message):
     def plan(self) -> Global___ApplyPlan:
         """Only for a dry run."""
 
+    @_builtins.property
+    def gate(self) -> Global___GateReport:
+        """What scoring its probes has shown; unset: they were not scored."""
+
     def __init__(
         self,
         *,
@@ -2078,10 +2402,11 @@ class ApplyReport(_message.Message):
         plan: Global___ApplyPlan | None = ...,
         durability: Global___Durability.ValueType = ...,
         strategy: Global___ApplyStrategy.ValueType = ...,
+        gate: Global___GateReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "phases", b"phases", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "pause", b"pause", "phases", b"phases", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "content_digest", b"content_digest", "durability", b"durability", "outcome", b"outcome", "pause", b"pause", "phases", b"phases", "plan", b"plan", "previous_version", b"previous_version", "ranks", b"ranks", "strategy", b"strategy", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "content_digest", b"content_digest", "durability", b"durability", "gate", b"gate", "outcome", b"outcome", "pause", b"pause", "phases", b"phases", "plan", b"plan", "previous_version", b"previous_version", "ranks", b"ranks", "strategy", b"strategy", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2424,6 +2749,7 @@ class ApplyRecord(_message.Message):
     SLOWEST_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Rises with each record, also over restarts of the server."""
     kind: Global___ApplyKind.ValueType
@@ -2488,6 +2814,10 @@ class ApplyRecord(_message.Message):
         would be over 16 KiB the ranks are left out.
         """
 
+    @_builtins.property
+    def gate(self) -> Global___GateReport:
+        """What scoring its probes has shown, also where that undid the apply; unset: they were not scored."""
+
     def __init__(
         self,
         *,
@@ -2514,10 +2844,11 @@ class ApplyRecord(_message.Message):
         slowest: Global___SlowestRank | None = ...,
         engines: _abc.Iterable[Global___EngineReport] | None = ...,
         times: _builtins.int = ...,
+        gate: Global___GateReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "phases", b"phases", "slowest", b"slowest", "time", b"time", "took", b"took"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "pause", b"pause", "phases", b"phases", "slowest", b"slowest", "time", b"time", "took", b"took"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "cause", b"cause", "content_digest", b"content_digest", "engine", b"engine", "engines", b"engines", "error_reason", b"error_reason", "fleet_apply", b"fleet_apply", "kind", b"kind", "number", b"number", "order", b"order", "pause", b"pause", "phases", b"phases", "previous_version", b"previous_version", "reason", b"reason", "requested_by", b"requested_by", "result", b"result", "slowest", b"slowest", "strategy", b"strategy", "time", b"time", "times", b"times", "took", b"took", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "cause", b"cause", "content_digest", b"content_digest", "engine", b"engine", "engines", b"engines", "error_reason", b"error_reason", "fleet_apply", b"fleet_apply", "gate", b"gate", "kind", b"kind", "number", b"number", "order", b"order", "pause", b"pause", "phases", b"phases", "previous_version", b"previous_version", "reason", b"reason", "requested_by", b"requested_by", "result", b"result", "slowest", b"slowest", "strategy", b"strategy", "time", b"time", "times", b"times", "took", b"took", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2638,6 +2969,7 @@ class VersionInfo(_message.Message):
     LAYOUT_CHECK_FIELD_NUMBER: _builtins.int
     CLIENT_RUN_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PROBE_COUNT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
@@ -2690,6 +3022,8 @@ class VersionInfo(_message.Message):
     """The span of the push that brought it, as the header `traceparent` of W3C Trace Context (55
     characters); empty: it was not traced.
     """
+    probe_count: _builtins.int
+    """Sequences that the gate of an apply scores; 0: none."""
     @_builtins.property
     def commit_time(self) -> _timestamp_pb2.Timestamp:
         """Time of the commit, wall clock of the server."""
@@ -2732,10 +3066,11 @@ class VersionInfo(_message.Message):
         layout_check: Global___LayoutCheck.ValueType = ...,
         client_run: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        probe_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "live_check_time", b"live_check_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "chain_length", b"chain_length", "changed_fraction", b"changed_fraction", "client_run", b"client_run", "commit_time", b"commit_time", "content_digest", b"content_digest", "durability", b"durability", "epoch", b"epoch", "kind", b"kind", "layout_check", b"layout_check", "layout_digest", b"layout_digest", "live_check", b"live_check", "live_check_time", b"live_check_time", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "model", b"model", "pinned", b"pinned", "rejected_reason", b"rejected_reason", "residency", b"residency", "serving", b"serving", "shard_count", b"shard_count", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "traceparent", b"traceparent", "trainer_verified", b"trainer_verified", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "chain_length", b"chain_length", "changed_fraction", b"changed_fraction", "client_run", b"client_run", "commit_time", b"commit_time", "content_digest", b"content_digest", "durability", b"durability", "epoch", b"epoch", "kind", b"kind", "layout_check", b"layout_check", "layout_digest", b"layout_digest", "live_check", b"live_check", "live_check_time", b"live_check_time", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "model", b"model", "pinned", b"pinned", "probe_count", b"probe_count", "rejected_reason", b"rejected_reason", "residency", b"residency", "serving", b"serving", "shard_count", b"shard_count", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "traceparent", b"traceparent", "trainer_verified", b"trainer_verified", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2973,6 +3308,7 @@ class GetVersionResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
     @_builtins.property
@@ -2983,16 +3319,21 @@ class GetVersionResponse(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
         """A page of its tensors, sorted by name."""
 
+    @_builtins.property
+    def probes(self) -> Global___Probes:
+        """Its probes, on the first page; unset: it has none."""
+
     def __init__(
         self,
         *,
         version: Global___VersionInfo | None = ...,
         tensors: _abc.Iterable[Global___TensorInfo] | None = ...,
         next_page_token: _builtins.str = ...,
+        probes: Global___Probes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "probes", b"probes", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3258,22 +3599,26 @@ class VerifyVersionRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
     """The version that should be live; 0: the one that the server believes to be live."""
     engine: _builtins.str
     """Name of one engine; empty: all that serve."""
+    score: _builtins.bool
+    """True: each engine scores the probes of its live version too, beside generation."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         version: _builtins.int = ...,
         engine: _builtins.str = ...,
+        score: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model", b"model", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model", b"model", "score", b"score", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3290,6 +3635,7 @@ class EngineProof(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine."""
     verified: _builtins.bool
@@ -3302,6 +3648,10 @@ class EngineProof(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
         """The result of each rank."""
 
+    @_builtins.property
+    def gate(self) -> Global___GateReport:
+        """What scoring the version's probes has shown, of a call that asks for it."""
+
     def __init__(
         self,
         *,
@@ -3310,10 +3660,11 @@ class EngineProof(_message.Message):
         version: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankResult] | None = ...,
         absent: _builtins.str = ...,
+        gate: Global___GateReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "engine", b"engine", "ranks", b"ranks", "verified", b"verified", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "engine", b"engine", "gate", b"gate", "ranks", b"ranks", "verified", b"verified", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3360,6 +3711,93 @@ class VerifyVersionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyVersionResponse: _TypeAlias = VerifyVersionResponse  # noqa: Y015
+
+@_typing.final
+class LogprobGap(_message.Message):
+    """How far log probabilities of tokens that one version generated are from the trainer's own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SUM_ABS_FIELD_NUMBER: _builtins.int
+    SUM_K3_FIELD_NUMBER: _builtins.int
+    MAX_ABS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version that generated them, as answers name it."""
+    tokens: _builtins.int
+    """Tokens."""
+    sum_abs: _builtins.float
+    """Sum over them of the absolute difference."""
+    sum_k3: _builtins.float
+    """Sum of exp(-d) - 1 + d, where d is the engine's log probability less the trainer's."""
+    max_abs: _builtins.float
+    """The largest absolute difference."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        sum_abs: _builtins.float = ...,
+        sum_k3: _builtins.float = ...,
+        max_abs: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_abs", b"max_abs", "sum_abs", b"sum_abs", "sum_k3", b"sum_k3", "tokens", b"tokens", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogprobGap: _TypeAlias = LogprobGap  # noqa: Y015
+
+@_typing.final
+class ReportLogprobsRequest(_message.Message):
+    """Tells them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TRAINED_VERSION_FIELD_NUMBER: _builtins.int
+    GAPS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name."""
+    trained_version: _builtins.int
+    """The version whose weights the trainer computed its own with; 0: the newest committed one."""
+    @_builtins.property
+    def gaps(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogprobGap]:
+        """By version, 1 to 64."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        trained_version: _builtins.int = ...,
+        gaps: _abc.Iterable[Global___LogprobGap] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gaps", b"gaps", "model", b"model", "trained_version", b"trained_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportLogprobsRequest: _TypeAlias = ReportLogprobsRequest  # noqa: Y015
+
+@_typing.final
+class ReportLogprobsResponse(_message.Message):
+    """They were taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportLogprobsResponse: _TypeAlias = ReportLogprobsResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
@@ -3764,6 +4202,7 @@ class EngineStatus(_message.Message):
     LAST_SEEN_FIELD_NUMBER: _builtins.int
     RUNNING_APPLY_FIELD_NUMBER: _builtins.int
     CACHE_KEY_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """Its state."""
     reason: _builtins.str
@@ -3812,6 +4251,10 @@ class EngineStatus(_message.Message):
     def running_apply(self) -> Global___RunningApply:
         """The apply in progress; unset: there is none, or a trainer writes the engine in a transaction."""
 
+    @_builtins.property
+    def gate(self) -> Global___GateReport:
+        """What the last gate of this engine has shown since the server started; unset: there was none."""
+
     def __init__(
         self,
         *,
@@ -3832,10 +4275,11 @@ class EngineStatus(_message.Message):
         last_seen: _timestamp_pb2.Timestamp | None = ...,
         running_apply: Global___RunningApply | None = ...,
         cache_key: _builtins.str = ...,
+        gate: Global___GateReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "running_apply", b"running_apply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "last_seen", b"last_seen", "running_apply", b"running_apply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "cache_key", b"cache_key", "capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "last_seen", b"last_seen", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "name", b"name", "ranks", b"ranks", "reason", b"reason", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "running_apply", b"running_apply", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "cache_key", b"cache_key", "capabilities", b"capabilities", "engine_id", b"engine_id", "gate", b"gate", "kind", b"kind", "last_seen", b"last_seen", "live_content_digest", b"live_content_digest", "live_version", b"live_version", "name", b"name", "ranks", b"ranks", "reason", b"reason", "rollback_resident", b"rollback_resident", "rollback_version", b"rollback_version", "running_apply", b"running_apply", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

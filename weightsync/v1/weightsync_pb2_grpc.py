@@ -120,6 +120,11 @@ class WeightSyncStub:
                 request_serializer=weightsync_dot_v1_dot_weightsync__pb2.VerifyVersionRequest.SerializeToString,
                 response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.VerifyVersionResponse.FromString,
                 _registered_method=True)
+        self.ReportLogprobs = channel.unary_unary(
+                '/weightsync.v1.WeightSync/ReportLogprobs',
+                request_serializer=weightsync_dot_v1_dot_weightsync__pb2.ReportLogprobsRequest.SerializeToString,
+                response_deserializer=weightsync_dot_v1_dot_weightsync__pb2.ReportLogprobsResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/weightsync.v1.WeightSync/GetStatus',
                 request_serializer=weightsync_dot_v1_dot_weightsync__pb2.GetStatusRequest.SerializeToString,
@@ -267,6 +272,14 @@ class WeightSyncServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportLogprobs(self, request, context):
+        """Takes how far a trainer's log probabilities of generated tokens are from those that came with
+        them, for the metric weightsync_logprob_gap.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Returns the state of the server, engine, ranks, slots, pushes and invariants.
         """
@@ -375,6 +388,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.VerifyVersion,
                     request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.VerifyVersionRequest.FromString,
                     response_serializer=weightsync_dot_v1_dot_weightsync__pb2.VerifyVersionResponse.SerializeToString,
+            ),
+            'ReportLogprobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportLogprobs,
+                    request_deserializer=weightsync_dot_v1_dot_weightsync__pb2.ReportLogprobsRequest.FromString,
+                    response_serializer=weightsync_dot_v1_dot_weightsync__pb2.ReportLogprobsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -852,6 +870,33 @@ class WeightSync:
             '/weightsync.v1.WeightSync/VerifyVersion',
             weightsync_dot_v1_dot_weightsync__pb2.VerifyVersionRequest.SerializeToString,
             weightsync_dot_v1_dot_weightsync__pb2.VerifyVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportLogprobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightsync.v1.WeightSync/ReportLogprobs',
+            weightsync_dot_v1_dot_weightsync__pb2.ReportLogprobsRequest.SerializeToString,
+            weightsync_dot_v1_dot_weightsync__pb2.ReportLogprobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,6 +98,10 @@ class WeightSyncStub:
     """Lists the last applies of this host's engines, newest first, with who asked for them."""
     VerifyVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
+    ReportLogprobs: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ReportLogprobsRequest, _weightsync_pb2.ReportLogprobsResponse]
+    """Takes how far a trainer's log probabilities of generated tokens are from those that came with
+    them, for the metric weightsync_logprob_gap.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]
     """Returns the state of the server, engine, ranks, slots, pushes and invariants."""
     GetFleetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetFleetStatusRequest, _weightsync_pb2.GetFleetStatusResponse]
@@ -157,6 +161,10 @@ class WeightSyncAsyncStub(WeightSyncStub):
     """Lists the last applies of this host's engines, newest first, with who asked for them."""
     VerifyVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]  # type: ignore[assignment]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
+    ReportLogprobs: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ReportLogprobsRequest, _weightsync_pb2.ReportLogprobsResponse]  # type: ignore[assignment]
+    """Takes how far a trainer's log probabilities of generated tokens are from those that came with
+    them, for the metric weightsync_logprob_gap.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Returns the state of the server, engine, ranks, slots, pushes and invariants."""
     GetFleetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetFleetStatusRequest, _weightsync_pb2.GetFleetStatusResponse]  # type: ignore[assignment]
@@ -315,6 +323,16 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.VerifyVersionResponse, _abc.Awaitable[_weightsync_pb2.VerifyVersionResponse]]:
         """Proves what every rank serves: compares its live parameters with the version's digests."""
+
+    @_abc_1.abstractmethod
+    def ReportLogprobs(
+        self,
+        request: _weightsync_pb2.ReportLogprobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weightsync_pb2.ReportLogprobsResponse, _abc.Awaitable[_weightsync_pb2.ReportLogprobsResponse]]:
+        """Takes how far a trainer's log probabilities of generated tokens are from those that came with
+        them, for the metric weightsync_logprob_gap.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

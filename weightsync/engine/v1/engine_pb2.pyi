@@ -690,6 +690,118 @@ class CallWorkersResponse(_message.Message):
 Global___CallWorkersResponse: _TypeAlias = CallWorkersResponse  # noqa: Y015
 
 @_typing.final
+class Sequence(_message.Message):
+    """One sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids, 2 to 512."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sequence: _TypeAlias = Sequence  # noqa: Y015
+
+@_typing.final
+class ScoreRequest(_message.Message):
+    """Asks for log probabilities."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """From Pause; empty: generation goes on."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sequence]:
+        """At most 64."""
+
+    @_builtins.property
+    def limit(self) -> _duration_pb2.Duration:
+        """DEADLINE_EXCEEDED when they take longer."""
+
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___Sequence] | None = ...,
+        lease_id: _builtins.str = ...,
+        limit: _duration_pb2.Duration | None = ...,
+        server_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "limit", b"limit", "sequences", b"sequences", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class Scores(_message.Message):
+    """Those of one sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The natural log probability of each token but the first, given all before it."""
+
+    def __init__(
+        self,
+        *,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Scores: _TypeAlias = Scores  # noqa: Y015
+
+@_typing.final
+class ScoreResponse(_message.Message):
+    """What the engine computes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___Scores]:
+        """One per sequence, in order."""
+
+    def __init__(
+        self,
+        *,
+        scores: _abc.Iterable[Global___Scores] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
 class OfferCheckpointRequest(_message.Message):
     """Asks for the checkpoint."""
 

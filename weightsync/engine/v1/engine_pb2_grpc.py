@@ -75,6 +75,11 @@ class EngineServiceStub:
                 request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.CallWorkersRequest.SerializeToString,
                 response_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.CallWorkersResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/weightsync.engine.v1.EngineService/Score',
+                request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.OfferCheckpoint = channel.unary_unary(
                 '/weightsync.engine.v1.EngineService/OfferCheckpoint',
                 request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.OfferCheckpointRequest.SerializeToString,
@@ -169,6 +174,16 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """Computes the log probabilities of sequences with what the engine holds: under the lease of a
+        pause, where Hello tells the capability paused_scores, by steps of their own while every other
+        request stands still; without a lease, where it tells scores, as requests beside all others. No
+        other request finds a key of theirs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OfferCheckpoint(self, request, context):
         """Sends read-only descriptors of the engine's checkpoint files over the segment socket.
         """
@@ -249,6 +264,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.CallWorkers,
                     request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.CallWorkersRequest.FromString,
                     response_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.CallWorkersResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.ScoreRequest.FromString,
+                    response_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.ScoreResponse.SerializeToString,
             ),
             'OfferCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.OfferCheckpoint,
@@ -493,6 +513,33 @@ class EngineService:
             '/weightsync.engine.v1.EngineService/CallWorkers',
             weightsync_dot_engine_dot_v1_dot_engine__pb2.CallWorkersRequest.SerializeToString,
             weightsync_dot_engine_dot_v1_dot_engine__pb2.CallWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightsync.engine.v1.EngineService/Score',
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.ScoreRequest.SerializeToString,
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,12 @@ class EngineServiceStub:
     """Keeps the engine paused and answers 503 until a Resume."""
     CallWorkers: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CallWorkersRequest, _engine_pb2.CallWorkersResponse]
     """Runs one of our worker methods on every rank over the executor's queues."""
+    Score: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ScoreRequest, _engine_pb2.ScoreResponse]
+    """Computes the log probabilities of sequences with what the engine holds: under the lease of a
+    pause, where Hello tells the capability paused_scores, by steps of their own while every other
+    request stands still; without a lease, where it tells scores, as requests beside all others. No
+    other request finds a key of theirs.
+    """
     OfferCheckpoint: _grpc.UnaryUnaryMultiCallable[_engine_pb2.OfferCheckpointRequest, _engine_pb2.OfferCheckpointResponse]
     """Sends read-only descriptors of the engine's checkpoint files over the segment socket."""
     Health: _grpc.UnaryUnaryMultiCallable[_engine_pb2.HealthRequest, _engine_pb2.HealthResponse]
@@ -107,6 +113,12 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Keeps the engine paused and answers 503 until a Resume."""
     CallWorkers: _aio.UnaryUnaryMultiCallable[_engine_pb2.CallWorkersRequest, _engine_pb2.CallWorkersResponse]  # type: ignore[assignment]
     """Runs one of our worker methods on every rank over the executor's queues."""
+    Score: _aio.UnaryUnaryMultiCallable[_engine_pb2.ScoreRequest, _engine_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Computes the log probabilities of sequences with what the engine holds: under the lease of a
+    pause, where Hello tells the capability paused_scores, by steps of their own while every other
+    request stands still; without a lease, where it tells scores, as requests beside all others. No
+    other request finds a key of theirs.
+    """
     OfferCheckpoint: _aio.UnaryUnaryMultiCallable[_engine_pb2.OfferCheckpointRequest, _engine_pb2.OfferCheckpointResponse]  # type: ignore[assignment]
     """Sends read-only descriptors of the engine's checkpoint files over the segment socket."""
     Health: _aio.UnaryUnaryMultiCallable[_engine_pb2.HealthRequest, _engine_pb2.HealthResponse]  # type: ignore[assignment]
@@ -198,6 +210,18 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.CallWorkersResponse, _abc.Awaitable[_engine_pb2.CallWorkersResponse]]:
         """Runs one of our worker methods on every rank over the executor's queues."""
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _engine_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ScoreResponse, _abc.Awaitable[_engine_pb2.ScoreResponse]]:
+        """Computes the log probabilities of sequences with what the engine holds: under the lease of a
+        pause, where Hello tells the capability paused_scores, by steps of their own while every other
+        request stands still; without a lease, where it tells scores, as requests beside all others. No
+        other request finds a key of theirs.
+        """
 
     @_abc_1.abstractmethod
     def OfferCheckpoint(

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
@@ -323,6 +323,18 @@ class BridgeEngine:
         answer = await self._call(self._stub.Switch(request))
         replies = [json.loads(reply) for reply in answer.replies_json]
         return SwitchOutcome(replies, answer.serves, answer.label_set)
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], lease_id: str, limit_s: float
+    ) -> list[list[float]]:
+        request = pb.ScoreRequest(
+            sequences=[pb.Sequence(tokens=tokens) for tokens in sequences],
+            lease_id=lease_id,
+            limit=duration(limit_s),
+            server_id=self._id,
+        )
+        answer = await self._call(self._stub.Score(request, timeout=limit_s + _GRACE_S))
+        return [list(scores.logprobs) for scores in answer.scores]
 
     async def fence(self, reason: str) -> None:
         request = pb.FenceRequest(reason=reason, server_id=self._id)
