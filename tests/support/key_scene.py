@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.support.staging import Version
@@ -82,6 +84,19 @@ class KeyScene:
         self.bench.client.apply(
             version, self.number, apply_id=self.applies[which - 1], cache=cache, mode=mode
         )
+        self.live = which
+
+    @contextlib.contextmanager
+    def paused(self, which: int, cache: str) -> Iterator[str]:
+        """Have the staged version written in a pause, whose lease is given, and resume on it."""
+        client, version = self.bench.client, self.staged[which - 1]
+        self.number += 1
+        lease = client.pause(cache=cache)
+        if which != self.live:
+            (reply,) = {reply["content_digest"] for reply in client.commit(self.applies[which - 1])}
+            assert reply == version.content_digest
+        yield lease
+        client.resume(lease, self.number, version.content_digest)
         self.live = which
 
     def switch(self, which: int, cache: str) -> None:

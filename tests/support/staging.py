@@ -227,6 +227,18 @@ class BridgeClient:
         request = pb.ResumeRequest(lease_id=lease, version=version, content_digest=digest)
         return self.stub.Resume(request, timeout=60).label_set
 
+    def score(
+        self, sequences: list[list[int]], lease: str = "", limit_s: float = 30.0
+    ) -> list[list[float]]:
+        """Score sequences, in a pause if there is a lease."""
+        request = pb.ScoreRequest(
+            sequences=[pb.Sequence(tokens=tokens) for tokens in sequences],
+            lease_id=lease,
+            limit=_duration(limit_s),
+        )
+        answer = self.stub.Score(request, timeout=60)
+        return [list(scores.logprobs) for scores in answer.scores]
+
     def fence(self, reason: str) -> None:
         """Fence."""
         self.stub.Fence(pb.FenceRequest(reason=reason), timeout=30)

@@ -11,8 +11,9 @@ import torch
 from weightsync.vllm.cpu_plain import leave_experts_plain, leave_linear_plain
 from weightsync.vllm.env import Amount, EngineSettings
 from weightsync.vllm.extensions import process_starts, worker_methods
-from weightsync.vllm.lineage.core_hooks import add_utilities
+from weightsync.vllm.lineage import core_hooks
 from weightsync.vllm.plan.load_watch import share_loaded, watch_loading
+from weightsync.vllm.scoring import paused_scores
 from weightsync.vllm.worker.worker_methods import install, register_methods
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ def register() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
-    add_utilities(EngineCore)
+    core_hooks.add_utilities(EngineCore)
+    paused_scores.add_utilities(EngineCore)
     install(WorkerBase)
     register_methods(WorkerBase, worker_methods())
     watch_loading(base_loader)

@@ -27,6 +27,7 @@ from weightsync.engine.leases import PauseLease, ServeLimit
 from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.vllm.bridge.checkpoint import offer_files
 from weightsync.vllm.bridge.engine_keys import EngineKeys
+from weightsync.vllm.bridge.engine_scores import EngineScores
 from weightsync.vllm.bridge.extension_points import EngineOffer, MakeUpdates
 from weightsync.vllm.bridge.generation import GenerationControl
 from weightsync.vllm.bridge.live_versions import LiveVersions
@@ -124,6 +125,7 @@ class VllmEngine:
         ResumeGuard(llm.engine_core, self.condition, self._changes.locked, self._sleep.resumed)
         settings = EngineSettings.load()
         self._keys = EngineKeys(llm, self._vllm.cores, settings.cache_lineage)
+        self._scores = EngineScores(llm, self._vllm.cores)
         self._generation = GenerationControl(self._vllm, self._keys, self._end_fenced)
         self._served = ""
         #: Whether what was started last is what vLLM itself has loaded, and nobody had proved.
@@ -152,9 +154,11 @@ class VllmEngine:
         """Pause the engine before anything can ask it for tokens."""
         await self._sleep.start()
         await self._generation.first_stop()
+        await self._scores.begin()
+        found = self._info.capabilities | self._scores.capabilities
         if self._keys.kind is Lineage.CORE:
-            found = self._info.capabilities | {CACHE_LINEAGE}
-            self._info = dataclasses.replace(self._info, capabilities=found)
+            found |= {CACHE_LINEAGE}
+        self._info = dataclasses.replace(self._info, capabilities=found)
 
     async def close(self) -> None:
         """Stop the timers; vLLM itself is left as it is."""
@@ -225,6 +229,26 @@ class VllmEngine:
         another base). Raises ENGINE_AWAY if vLLM could not do it.
         """
         return await self._tasks.run(self._switch(order))
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], lease_id: str, limit_s: float
+    ) -> list[list[float]]:
+        """Return log probabilities, as `Engine` says.
+
+        Raises ENGINE_REFUSED for a lease that is not the present one, and without one unless the
+        engine generates.
+        """
+        self._scores.check(sequences, limit_s, paused=bool(lease_id))
+        self._check_alive()
+        self._sleep.check_awake()
+        if lease_id:
+            self._lease.check(lease_id)
+            return await self._tasks.run(self._scores.paused(sequences, limit_s))
+        if self._state is not EngineState.SERVING:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED, "the engine does not generate, so nothing was scored"
+            )
+        return await self._scores.live(sequences, limit_s)
 
     async def fence(self, reason: str) -> None:
         await self._tasks.run(self._fence(reason))

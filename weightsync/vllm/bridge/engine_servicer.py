@@ -268,6 +268,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         )
 
     @_with_status
+    async def Score(self, request: Any, context: Any) -> pb.ScoreResponse:
+        self._check_driver(request)
+        sequences = [list(one.tokens) for one in request.sequences]
+        await failpoints.reach("bridge.score")
+        scores = await self._engine.score(sequences, request.lease_id, _seconds(request.limit))
+        return pb.ScoreResponse(scores=[pb.Scores(logprobs=one) for one in scores])
+
+    @_with_status
     async def Fence(self, request: Any, context: Any) -> pb.FenceResponse:
         self._check_driver(request)
         await self._engine.fence(request.reason)

@@ -15,7 +15,7 @@ from typing import Any
 
 from weightsync.vllm.lineage.cache_key import GROUP_PREFIX, salted
 
-__all__ = ["CoreKeys", "lacking"]
+__all__ = ["CoreKeys", "lacking", "preempt"]
 
 #: vLLM's function that hashes the full blocks of a request that have no hash yet.
 Hasher = Callable[[Any], list[Any]]
@@ -145,7 +145,7 @@ class CoreKeys:
             self.key = key
             running = self._scheduler.running
             again = filter(_restarts, running) if recompute else self._with_encoder_inputs(running)
-            preempted = self._preempt(list(again))
+            preempted = preempt(self._scheduler, list(again))
             cut = sum(map(self._cut, self._scheduler.requests.values()))
             self._forget_encoded()
         seconds = time.perf_counter() - begin
@@ -163,24 +163,6 @@ class CoreKeys:
         request.update_block_hashes()
         return True
 
-    def _preempt(self, requests: list[Any]) -> int:
-        """Preempt them as vLLM does when it clears the cache, whose way differs by release."""
-        if not requests:
-            return 0
-        scheduler, manager = self._scheduler, self._manager
-        others = [one for one in scheduler.running if one not in requests]
-        ran = {one.request_id for one in others} & scheduler.prev_step_scheduled_req_ids
-        scheduler.running = list(requests)
-        # No block is cleared; each is found under the key that it has.
-        manager.reset_prefix_cache = lambda: True
-        try:
-            scheduler.reset_prefix_cache(reset_running_requests=True)
-        finally:
-            del manager.reset_prefix_cache
-            scheduler.running = [*others, *scheduler.running]
-            scheduler.prev_step_scheduled_req_ids.update(ran)
-        return len(requests)
-
     def _with_encoder_inputs(self, running: list[Any]) -> list[Any]:
         """Return requests that still read what an encoder made, by the weights before."""
         inputs = self._scheduler.encoder_cache_manager.get_cached_input_ids
@@ -191,6 +173,28 @@ class CoreKeys:
         if getattr(self._scheduler.encoder_cache_manager, "cached", None):
             self._scheduler.reset_encoder_cache()
             self._core.model_executor.reset_encoder_cache()
+
+
+def preempt(scheduler: Any, requests: list[Any]) -> int:
+    """Preempt running requests, as vLLM does when it clears the cache, which differs by release.
+
+    Returns how many there were; what they have computed stays in the cache.
+    """
+    if not requests:
+        return 0
+    manager = scheduler.kv_cache_manager
+    others = [one for one in scheduler.running if one not in requests]
+    ran = {one.request_id for one in others} & scheduler.prev_step_scheduled_req_ids
+    scheduler.running = list(requests)
+    # No block is cleared; each is found under the key that it has.
+    manager.reset_prefix_cache = lambda: True
+    try:
+        scheduler.reset_prefix_cache(reset_running_requests=True)
+    finally:
+        del manager.reset_prefix_cache
+        scheduler.running = [*others, *scheduler.running]
+        scheduler.prev_step_scheduled_req_ids.update(ran)
+    return len(requests)
 
 
 def _restarts(request: Any) -> bool:
