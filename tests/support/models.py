@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ARCHITECTURES",
     "add_copy",
+    "checkpoint_config",
     "make_checkpoint",
     "make_int4",
     "make_int8",
@@ -86,7 +87,7 @@ def save_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def _config(arch: str, *, tied: bool, hidden: int, layers: int) -> Any:
+def checkpoint_config(arch: str, *, tied: bool, hidden: int, layers: int) -> Any:
     import transformers
 
     common: dict[str, Any] = {
@@ -170,7 +171,7 @@ def make_checkpoint(
     from transformers import AutoModelForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
-    config = _config(arch, tied=tied, hidden=hidden, layers=layers)
+    config = checkpoint_config(arch, tied=tied, hidden=hidden, layers=layers)
     model = AutoModelForCausalLM.from_config(config)
     _randomise(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)

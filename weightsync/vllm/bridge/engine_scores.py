@@ -42,11 +42,11 @@ class EngineScores:
 
     async def begin(self) -> None:
         """Find out what this vLLM can do."""
-        if getattr(self._llm.vllm_config.model_config, "runner_type", "generate") != "generate":
-            return
-        cache = self._llm.vllm_config.cache_config
-        if getattr(cache, "kv_sharing_fast_prefill", False):
-            # vLLM then computes no prompt logprobs.
+        config = self._llm.vllm_config
+        generates = getattr(config.model_config, "runner_type", "generate") == "generate"
+        cache = getattr(config, "cache_config", None)
+        if not generates or getattr(cache, "kv_sharing_fast_prefill", False):
+            # vLLM computes no prompt logprobs then.
             return
         self.capabilities = frozenset({SCORES})
         if self._cores.count > 1:

@@ -12,6 +12,7 @@ from weightsync.engine import CACHE_LINEAGE, CacheUse, EngineState, PauseSpec, S
 from weightsync.errors import Reason
 from weightsync.vllm.bridge.adapter import VllmEngine
 from weightsync.vllm.lineage.core_hooks import BEGIN, MOVE, SWITCH
+from weightsync.vllm.scoring.paused_scores import CAN_SCORE
 
 OTHER = "cd" * 16
 KEY, OTHER_KEY = f"weightsync:{DIGEST}", f"weightsync:{OTHER}"
@@ -34,6 +35,8 @@ class Keyed(Llm):
         return self.begun
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
+        if method == CAN_SCORE:
+            return ""
         self.log.append((method, *args))
         if method == MOVE:
             if not self.moves:
