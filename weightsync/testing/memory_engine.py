@@ -61,9 +61,9 @@ class MemoryEngine(MemoryRank):
     Attributes:
         ranks: All of them, in order. Tests damage one, or override its `write`.
         version: The version that the last resume named; 0: none.
-        events: What was done, in order: pause, commit, score, resume, switch, fence; expire: the lease of
-            a pause ran out, and it did what that pause said; overdue: it was fenced as its time to
-            serve was over.
+        events: What was done, in order: pause, commit, score, resume, switch, fence; expire: the
+            lease of a pause ran out, and it did what that pause said; overdue: it was fenced as its
+            time to serve was over.
         on_score: What tests do to a score: awaited with the log probabilities and returns them; it
             may take its time, raise, or return others.
         updates: None: it receives nothing by itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ def memory_logprobs(tensors: Mapping[str, bytes], tokens: Sequence[int]) -> list
     content = 0
     for name in sorted(tensors):
         content = zlib.crc32(tensors[name], zlib.crc32(name.encode(), content))
-    pairs = zip(tokens, tokens[1:], strict=False)
+    pairs = itertools.pairwise(tokens)
     return [_logprob(struct.pack("<QQ", before, token), content) for before, token in pairs]
 
 

@@ -111,8 +111,9 @@ class CommitService:
 
         The slot of `record` holds the bytes, and `manifest` comes from `seal`. `trainer_verified`:
         the trainer's own digests were compared. `adopted`: it is the engine's checkpoint, which no
-        writer's epoch guards. Without a `delta`, all was pushed. `probes` are kept with it. If it raises EPOCH_STALE,
-        VERSION_NOT_ABOVE or an error of the store, nothing changed.
+        writer's epoch guards. Without a `delta`, all was pushed. `probes` are kept with it, as
+        `kept_probes` packs them. If it raises EPOCH_STALE, VERSION_NOT_ABOVE or an error of the
+        store, nothing changed.
         """
         async with self._epochs.lock:
             self._admit(record, adopted=adopted)

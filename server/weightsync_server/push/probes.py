@@ -39,7 +39,9 @@ def _wrong(probe: pb.Probe) -> str:
             f"{given}"
         )
     bad = next((one for one in probe.logprobs if not (math.isfinite(one) and one <= _NOISE)), None)
-    return f"must have logprobs that are finite and 0 or less: one is {bad}" if bad is not None else ""
+    return (
+        f"must have logprobs that are finite and 0 or less: one is {bad}" if bad is not None else ""
+    )
 
 
 def take_probes(state: PushState, request: pb.CommitPushRequest) -> None:
@@ -50,8 +52,8 @@ def take_probes(state: PushState, request: pb.CommitPushRequest) -> None:
     others = (given for writer, given in state.probes.items() if writer != request.writer)
     if any(given != request.probes for given in others):
         raise refused(
-            f"leave the probes of writer {request.writer} out: another writer of this push has sent "
-            "different ones"
+            f"leave the probes of writer {request.writer} out: another writer of this push has "
+            "sent different ones"
         )
     kept = pb.Probes()
     kept.CopyFrom(request.probes)
