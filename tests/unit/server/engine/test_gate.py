@@ -1,4 +1,4 @@
-"""The gate of an apply on one engine: when it scores, what it lets go, and what becomes of the rest."""
+"""The gate of an apply on one engine: when it scores, and what becomes of what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from google.protobuf import duration_pb2
 
-from tests.unit.server.engine.plant import Engine, Plant, plant, probes, shards, tensors, until
+from tests.unit.server.engine.plant import Engine, Plant, plant, probes, tensors, until
 from tests.unit.server.world import MODEL
 from weightsync import failpoints
 from weightsync.engine import PAUSED_SCORES, SCORES, EngineState, OnExpiry
@@ -378,7 +378,6 @@ async def test_nobody_is_served_by_what_was_not_let_go(
         report = await it.apply(2, idempotency_key="k")
         assert report.version == engine.serves == 2
         assert it.engine.served[begun:] == sorted({served, 2})
-    _ = shards
 
 
 async def test_a_decision_that_the_disk_refuses_is_none(
