@@ -2,7 +2,8 @@
 
 It maps segments, matches names, dtypes and shapes, copies, or only the tensors that differ from the
 live version where those are few, digests what it holds and keeps the pause states of a real engine,
-so that a user's trainer or controller can be tested in milliseconds. It generates no tokens.
+so that a user's trainer or controller can be tested in milliseconds. It generates no tokens, and
+scores those of others by `memory_logprobs`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from weightsync.engine import (
     FENCES_ON_EXPIRY,
     LAYOUT_CHECK,
     LIMITS_SERVING,
+    PAUSED_SCORES,
+    SCORES,
     EngineHealth,
     EngineInfo,
     EngineState,
@@ -37,6 +40,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import build_header
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.testing.memory_rank import MemoryRank
+from weightsync.testing.scores import memory_logprobs
 
 #: Ranks as vLLM's of one tensor-parallel group.
 _NAME = "0/0/{}"
@@ -57,9 +61,11 @@ class MemoryEngine(MemoryRank):
     Attributes:
         ranks: All of them, in order. Tests damage one, or override its `write`.
         version: The version that the last resume named; 0: none.
-        events: What was done, in order: pause, commit, resume, switch, fence; expire: the lease of
-            a pause ran out, and it did what that pause said; overdue: it was fenced as its time to
-            serve was over.
+        events: What was done, in order: pause, commit, score, resume, switch, fence; expire: the
+            lease of a pause ran out, and it did what that pause said; overdue: it was fenced as its
+            time to serve was over.
+        on_score: What tests do to a score: awaited with the log probabilities and returns them; it
+            may take its time, raise, or return others.
         updates: None: it receives nothing by itself.
     """
 
@@ -74,7 +80,8 @@ class MemoryEngine(MemoryRank):
         checkpoint: str = "memory",
     ) -> None:
         self._abilities = {
-            *("weight_version", BETWEEN_STEPS, CACHE_LINEAGE, FENCES_ON_EXPIRY, LIMITS_SERVING)
+            *("weight_version", BETWEEN_STEPS, CACHE_LINEAGE, FENCES_ON_EXPIRY, LIMITS_SERVING),
+            *(SCORES, PAUSED_SCORES),
         }
         if checks_layouts:
             self._abilities.add(LAYOUT_CHECK)
@@ -97,6 +104,7 @@ class MemoryEngine(MemoryRank):
         self._versions: dict[str, int] = {}
         self.version = 0
         self.events: list[str] = []
+        self.on_score: Callable[[list[list[float]]], Awaitable[list[list[float]]]] = _unchanged
         self.updates = None
 
     async def hello(self) -> EngineInfo:
@@ -171,6 +179,27 @@ class MemoryEngine(MemoryRank):
         if not served:
             await self.fence("the content of the parameters after a switch is not known")
         return SwitchOutcome(replies, served, label_set=True)
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], lease_id: str, limit_s: float
+    ) -> list[list[float]]:
+        """Return what `memory_logprobs` makes of each sequence and the parameters of its rank."""
+        if lease_id:
+            self._lease.check(lease_id)
+        elif not self._serving():
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED, "the engine does not generate; score with the lease"
+            )
+        self.events.append("score")
+        tensors = dict(self.live)
+        found = [memory_logprobs(tensors, tokens) for tokens in sequences]
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.on_score(found)
+        except TimeoutError:
+            raise WeightSyncError(
+                Reason.DEADLINE_EXCEEDED, f"the probes were not scored within {limit_s:g} s"
+            ) from None
 
     async def fence(self, reason: str) -> None:
         """Stand still for a reason."""
@@ -292,6 +321,10 @@ class MemoryEngine(MemoryRank):
         """Return what every rank is proved to hold; empty: no one version."""
         contents = {rank.content_digest for rank in self.ranks}
         return contents.pop() if len(contents) == 1 else ""
+
+
+async def _unchanged(scores: list[list[float]]) -> list[list[float]]:
+    return scores
 
 
 def _joined(*errors: str) -> str:

@@ -105,13 +105,15 @@ class CommitService:
         trainer_verified: bool = False,
         adopted: bool = False,
         delta: CommittedDelta | None = None,
+        probes: str = "",
     ) -> CommitRecord:
         """Make a version exist, once and for ever; every shard is verified and durable.
 
         The slot of `record` holds the bytes, and `manifest` comes from `seal`. `trainer_verified`:
         the trainer's own digests were compared. `adopted`: it is the engine's checkpoint, which no
-        writer's epoch guards. Without a `delta`, all was pushed. If it raises EPOCH_STALE,
-        VERSION_NOT_ABOVE or an error of the store, nothing changed.
+        writer's epoch guards. Without a `delta`, all was pushed. `probes` are kept with it, as
+        `kept_probes` packs them. If it raises EPOCH_STALE, VERSION_NOT_ABOVE or an error of the
+        store, nothing changed.
         """
         async with self._epochs.lock:
             self._admit(record, adopted=adopted)
@@ -120,6 +122,7 @@ class CommitService:
                 trainer_verified=trainer_verified,
                 adopted=adopted,
                 delta=delta.facts if delta else None,
+                probes=probes,
             )
             kept = delta if delta and delta.kept else None
             await failpoints.reach("commit.store")
@@ -177,7 +180,7 @@ class CommitService:
             await self.unmark(record)
 
     async def unmark(self, record: VersionRecord) -> None:
-        await self._pins.change(record.version, pinned=False, rejected="")
+        await self._pins.change(record.version, pinned=False, rejected="", held="")
 
     async def _erased(self, record: VersionRecord) -> None:
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog import kept_probes
 from weightsync_server.store.store_records import CommitRecord, DeltaFacts
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class VersionRecord:
     Attributes:
         epoch: Epoch of its writer; 0: adopted.
         rejected_reason: Why "newest" skips it; empty: it does not.
+        held_reason: Why the gate of an apply held it; empty: none did.
         refused_reason: Why every engine of this host refuses its content; empty: one may take it.
         pinned: It is never collected and keeps its slot.
         manifest: Only while it lies in a slot, verified: 37,000 tensors take about 15 MB.
@@ -84,6 +86,7 @@ class VersionRecord:
     residency: pb.Residency.ValueType = pb.RESIDENCY_ABSENT
     serving: pb.Serving.ValueType = pb.SERVING_NO
     rejected_reason: str = ""
+    held_reason: str = ""
     refused_reason: str = ""
     pinned: bool = False
     manifest: Manifest | None = None
@@ -164,6 +167,7 @@ class VersionRecord:
         trainer_verified: bool,
         adopted: bool,
         delta: DeltaFacts | None = None,
+        probes: str = "",
     ) -> CommitRecord:
         layout = manifest.layout
         return CommitRecord(
@@ -185,6 +189,7 @@ class VersionRecord:
             client_run=self.client_run,
             epoch_taken=self.epoch_taken,
             traceparent=self.traceparent,
+            probes=probes,
             **(asdict(delta) if delta is not None else {}),
         )
 
@@ -280,11 +285,14 @@ class VersionRecord:
     def serve(self, *, live: bool) -> None:
         if live:
             self.serving = pb.SERVING_LIVE
+        elif self.rejected_reason:
+            self.serving = pb.SERVING_REJECTED
         else:
-            self.serving = pb.SERVING_REJECTED if self.rejected_reason else pb.SERVING_NO
+            self.serving = pb.SERVING_HELD if self.held_reason else pb.SERVING_NO
 
-    def mark(self, *, pinned: bool, rejected_reason: str) -> None:
+    def mark(self, *, pinned: bool, rejected_reason: str, held_reason: str = "") -> None:
         self.pinned, self.rejected_reason = pinned, rejected_reason
+        self.held_reason = held_reason
 
     def refuse(self, reason: str) -> None:
         self.refused_reason = reason
@@ -331,7 +339,7 @@ class VersionRecord:
             durability=self.durability,
             residency=pb.RESIDENCY_DEVICE if self.in_place else self.residency,
             serving=pb.SERVING_REJECTED if refused else self.serving,
-            rejected_reason=self.rejected_reason or refused,
+            rejected_reason=self.rejected_reason or self.held_reason or refused,
             epoch=self.epoch,
             metadata=self.metadata,
             pinned=self.pinned,
@@ -358,6 +366,7 @@ class VersionRecord:
             info.stored_bytes = commit.stored_bytes
             info.chain_length = len(self.chain) - 1
             info.changed_fraction = commit.changed_fraction
+            info.probe_count = kept_probes.count(commit.probes)
         elif manifest is not None and not self.in_place:
             # Staged, not durable; of what is pushed in place nobody knows yet if it is served.
             info.content_digest = manifest.content_digest

@@ -57,6 +57,8 @@ class EngineServing:
         self._on_change = on_change
         self._on_compared = on_compared
         self._comparison = LiveComparison()
+        #: What the last gate of this engine has shown; None: there was none.
+        self.gate: pb.GateReport | None = None
         self._history: list[int] = []
 
     @property
@@ -65,7 +67,8 @@ class EngineServing:
 
         def good(version: int) -> bool:
             record = self._table.find(version)
-            return bool(record and record.commit and not record.rejected_reason)
+            marked = record is not None and (record.rejected_reason or record.held_reason)
+            return bool(record and record.commit and not marked)
 
         return next((v for v in reversed(self._history) if v != self.live and good(v)), 0)
 
@@ -167,19 +170,28 @@ class ServingState:
         """Make "newest" skip a version's content until `accept`; persisted."""
         await self._mark(version, rejected=reason or "no reason given")
 
+    async def withhold(self, version: int, reason: str) -> None:
+        """Let nobody apply a version's content until `accept`; persisted."""
+        await self._mark(version, held=reason or "no reason given")
+
     async def accept(self, version: int) -> None:
         """Make "newest" accept a version's content again, whatever its numbers; persisted."""
         content = self._table.get(version).content_digest
         await self._table.refused.accept(content)
         for record in self._table.list():
             if record.version == version or (content and record.content_digest == content):
-                await self._mark(record.version, rejected="")
+                await self._mark(record.version, rejected="", held="")
 
     async def _mark(
-        self, version: int, *, pinned: bool | None = None, rejected: str | None = None
+        self,
+        version: int,
+        *,
+        pinned: bool | None = None,
+        rejected: str | None = None,
+        held: str | None = None,
     ) -> VersionRecord:
         record = self._table.get(version)
-        await self._pins.change(version, pinned=pinned, rejected=rejected)
+        await self._pins.change(version, pinned=pinned, rejected=rejected, held=held)
         self.restore_marks(record)
         return record
 
@@ -187,6 +199,7 @@ class ServingState:
         record.mark(
             pinned=record.version in self._pins.pinned,
             rejected_reason=self._pins.rejected.get(record.version, ""),
+            held_reason=self._pins.held.get(record.version, ""),
         )
         self._settle(record)
 
@@ -196,9 +209,10 @@ class ServingState:
             self._renew_marks(record)
 
     def _renew_marks(self, record: VersionRecord) -> None:
-        reason = self._pins.rejected.get(record.version, "")
-        here = record.pinned, record.rejected_reason
-        if record.commit is not None and here != (record.version in self._pins.pinned, reason):
+        version, pins = record.version, self._pins
+        here = record.pinned, record.rejected_reason, record.held_reason
+        kept = version in pins.pinned, pins.rejected.get(version, ""), pins.held.get(version, "")
+        if record.commit is not None and here != kept:
             self.restore_marks(record)
 
     def _settle(self, record: VersionRecord) -> None:

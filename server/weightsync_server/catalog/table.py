@@ -125,7 +125,8 @@ class VersionTable:
     def newest_applicable(self, engines: Collection[str] = ()) -> VersionRecord:
         """Return the newest committed version that nobody rejects and no engine here refuses."""
         # The content is what was found bad: pushed again it is no better under another number.
-        rejected = {r.content_digest for r in self.list() if r.rejected_reason}
+        marked = (r for r in self.list() if r.rejected_reason or r.held_reason)
+        rejected = {r.content_digest for r in marked}
         for record in sorted(self.list(), key=lambda record: -record.order):
             committed = record.durability == pb.DURABILITY_COMMITTED
             if committed and record.content_digest not in rejected:
@@ -136,6 +137,20 @@ class VersionTable:
             Reason.VERSION_UNKNOWN,
             f"model {self.name} has no committed version that is not rejected; push one",
         )
+
+    def rejection(self, record: VersionRecord) -> str:
+        """Return why a version's content is rejected, under whatever number; "": it is not."""
+        same = (one for one in self._same(record) if one.rejected_reason)
+        return next((one.rejected_reason for one in same), "")
+
+    def hold(self, record: VersionRecord) -> str:
+        """Return why a version's content is held, under whatever number; "": it is not."""
+        return next((one.held_reason for one in self._same(record) if one.held_reason), "")
+
+    def _same(self, record: VersionRecord) -> builtins.list[VersionRecord]:
+        content = record.content_digest
+        others = (one for one in self.list() if content and one.content_digest == content)
+        return [record, *others]
 
     def next_version(self) -> int:
         shared = (record.version for record in self._records.values() if not record.local)

@@ -21,6 +21,7 @@ from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.apply_history import SERVER, concern, note_reply
 from weightsync_server.engine.engine_parts import EngineContext
 from weightsync_server.engine.engine_set import EngineSet
+from weightsync_server.engine.gate import check_gate, plan_gates
 from weightsync_server.engine.host_apply import (
     EnginePlan,
     LocalEngine,
@@ -33,8 +34,10 @@ from weightsync_server.engine.host_apply import (
     log_live,
     prepare_all,
     roll_out,
+    score_live,
     switch_together,
     take_engines,
+    with_baselines,
 )
 from weightsync_server.engine.idempotency import Reply, Request
 from weightsync_server.engine.journal import Answer
@@ -88,6 +91,7 @@ class Applier:
         spec = pause_spec(request.pause)
         check_prepare_timeout(request)
         check_order(request, self._context.slots)
+        check_gate(request.gate, spec)
         return await self._calls.run(
             request.idempotency_key,
             request,
@@ -133,15 +137,17 @@ class Applier:
 
     async def _verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
         async with self._taken(request.engine, None, apply_id="") as group:
-            proofs = {}
+            proofs, gates = {}, {}
             for member in group.members:
                 try:
                     proof = await member.applier.verify(member.session, request.version)
+                    if request.score:
+                        gates[member.name] = await member.applier.score(member.session)
                 except BaseException as error:
                     member.error = error
                     raise
                 proofs[member.name] = proof
-            return replies.proofs(proofs, group.absent)
+            return replies.proofs(proofs, group.absent, gates)
 
     async def _once(
         self,
@@ -240,14 +246,18 @@ class Applier:
                 return _response(group, reports)
             if base is not None:
                 check_base(base, group.members)
-            if record.rejected_reason and not request.clear_rejected:
-                # Some serve it, for which it was not rejected.
-                raise _rejected(record)
+            if not request.clear_rejected:
+                # Some may serve it, for which it was not rejected.
+                self._refuse_marked(record)
             check_ways(request, group, going, spec)
             absent = record.residency != pb.RESIDENCY_STAGED
             durable = request.require_durable or not request.HasField("require_durable")
-            cause = idempotency.cause(request)
-            plans = await prepare_all(going, record, timeout, spec, cause, durable=durable)
+            cause, history = idempotency.cause(request), self._context.history
+            gated = [one.gated for one in going]
+            gates = plan_gates(request.gate, record, gated, spec, history)
+            plans = await prepare_all(
+                going, record, timeout, spec, cause, durable=durable, gates=gates
+            )
             if request.dry_run:
                 for each in plans:
                     predicted = each.member.applier.predict(each.plan, read_from_store=absent)
@@ -256,6 +266,7 @@ class Applier:
                 return _response(group, reports)
             if request.clear_rejected:
                 await self._accept(record, plans)
+            plans = await with_baselines(plans)
             reports |= await self._carry_out(request, group, plans)
             reply = _response(group, reports)
             await self._done(group, plans, idempotency.pack(reply))
@@ -344,8 +355,8 @@ class Applier:
             record = self._model.table.newest_applicable([one.name for one in members])
             return record if record.order > newest.order else newest
         record = self._model.table.get(request.version)
-        if record.serving == pb.SERVING_REJECTED and not request.clear_rejected:
-            raise _rejected(record)
+        if record.serving != pb.SERVING_LIVE and not request.clear_rejected:
+            self._refuse_marked(record)
         if record.order < newest.order:
             back = next(
                 (b for one in members if (b := one.applier.supervisor.served.rollback_to)), 0
@@ -357,6 +368,21 @@ class Applier:
                 f"{rollback}push its weights as a new version",
             )
         return record
+
+    def _refuse_marked(self, record: VersionRecord) -> None:
+        """Refuse a version whose content is rejected or held, under whatever number."""
+        if why := self._model.table.rejection(record):
+            raise WeightSyncError(
+                Reason.VERSION_REJECTED,
+                f"version {record.version} is rejected ({why}); set clear_rejected to apply it "
+                "anyway",
+            )
+        if why := self._model.table.hold(record):
+            raise WeightSyncError(
+                Reason.GATE_HELD,
+                f"apply version {record.version} with --accept (clear_rejected), or push another "
+                f"one: its gate held it ({why})",
+            )
 
     def _way_back(
         self, members: Sequence[LocalEngine], undone: Mapping[str, VersionRecord]
@@ -406,10 +432,13 @@ class Applier:
             return await roll_out(parts, waves_of, self._engines.host_journal)
         between = any(one.plan.spec.mode == BETWEEN_STEPS for one in plans)
         if group.whole and not between:
-            return await switch_together(plans, self._engines.host_journal)
+            reports = await switch_together(plans, self._engines.host_journal)
+            await score_live(plans, reports, self._engines.host_journal)
+            return reports
         # One engine at most, which others that are away are to follow.
         own = [EnginePlan(one.member, replace(one.plan, for_host=group.whole)) for one in plans]
         reports = {one.member.name: await one.make_live() for one in own}
+        await score_live(own, reports, self._engines.host_journal)
         log_live(reports)
         return reports
 
@@ -446,15 +475,7 @@ def _common_live(members: Sequence[LocalEngine]) -> int:
 
 def _without_key(plan: CutoverPlan) -> CutoverPlan:
     cause = replace(plan.cause, key="", request="")
-    return CutoverPlan(plan.target, plan.base, plan.spec, cause)
-
-
-def _rejected(record: VersionRecord) -> WeightSyncError:
-    return WeightSyncError(
-        Reason.VERSION_REJECTED,
-        f"version {record.version} is rejected ({record.rejected_reason}); set clear_rejected to "
-        "apply it anyway",
-    )
+    return replace(plan, cause=cause)
 
 
 def _response(group: TakenEngines, reports: dict[str, pb.ApplyReport]) -> pb.ApplyVersionResponse:

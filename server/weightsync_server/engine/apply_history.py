@@ -17,7 +17,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import replies
-from weightsync_server.engine.refusals import duration
+from weightsync_server.engine.refusals import GateRefusedError, duration
 from weightsync_server.ops import durable_files, traces
 from weightsync_server.ops.tasks import in_thread, start_task
 
@@ -180,6 +180,8 @@ def note_failure(entry: pb.ApplyRecord, error: WeightSyncError) -> None:
         entry.result = _failure(error)
     entry.reason, entry.error_reason = _sentence(error.message), error.reason.value
     entry.apply_id = entry.apply_id or error.metadata.get("apply_id", "")
+    if isinstance(error, GateRefusedError):
+        entry.gate.CopyFrom(error.report)
 
 
 def _failure(error: WeightSyncError) -> pb.ApplyResult.ValueType:
@@ -207,6 +209,8 @@ def note_reply(
     entry.apply_id, entry.version = report.apply_id, report.version
     entry.previous_version = report.previous_version
     entry.engines.extend(engines)
+    if report.HasField("gate"):
+        entry.gate.CopyFrom(report.gate)
     if entry.result != pb.APPLY_RESULT_APPLIED:
         return
     entry.content_digest = report.content_digest

@@ -1,7 +1,7 @@
 """One pause: from the last token of the old version to the first of the new one, or of the old one.
 
 pause:   INTENT -> pause
-write:   commit + verify on every rank -> all equal?
+write:   commit + verify on every rank -> all equal? -> score probes, with a gate
 release: resume on the new version
 go_back: restore the old one, verify, resume
          -> else: fence
@@ -25,6 +25,7 @@ from weightsync.log_lines import event
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine.apply_progress import ApplyProgress
+from weightsync_server.engine.gate import refusal, refuses, score_target
 from weightsync_server.engine.journal import Journal, disk_errors_logged
 from weightsync_server.engine.outcome import ApplyCause, CutoverPlan, CutoverResult, PreparedVersion
 from weightsync_server.engine.refusals import OUT_OF_REACH
@@ -32,6 +33,7 @@ from weightsync_server.engine.session import EngineSession
 from weightsync_server.engine.worker_reports import RankCommit
 from weightsync_server.ops import traces
 from weightsync_server.ops.metrics import EngineMetrics
+from weightsync_server.ops.os_errors import translate_os_errors
 
 logger = logging.getLogger(__name__)
 
@@ -127,17 +129,23 @@ class Cutover:
         if plan.spec.mode == BETWEEN_STEPS:
             return await self._switch(plan)
         await self.pause(plan)
-        if failures := await self.write(plan):
+        if failures := await self.write(plan) or await self._let_go(plan):
             await self.go_back(plan, failures)
         return await self.release(plan)
+
+    @property
+    def gate(self) -> pb.GateReport | None:
+        """What scoring has shown; None: nothing was scored, or not yet."""
+        return self._result.gate
 
     async def pause(
         self, plan: CutoverPlan, *, alone: bool = True, patience_s: float = 0.0
     ) -> None:
         """Return when the engine stands still; INTENT was written, by others if not `alone`.
 
-        It keeps the lease of its pause. If not `alone`, the engine is fenced when that runs out,
-        and asks for the decision, which may take `patience_s`. Each step raises as `run`.
+        It keeps the lease of its pause. If not `alone`, or with a gate before the resume, the
+        engine is fenced when that runs out, and asks for the decision, which may take `patience_s`.
+        Each step raises as `run`.
         """
         self._enter(pb.RUNNING_PHASE_PAUSE)
         await self._begin(plan, alone=alone)
@@ -145,6 +153,7 @@ class Cutover:
         if not alone:
             # Others stand still and are written later.
             longest = self._session.longest_pause_s(plan.spec) + self._timeout_s + patience_s
+        if not alone or plan.gated:
             target = plan.target
             open_apply = OpenApply(target.apply_id, plan.base.record.version, target.record.version)
         with _cut_short():
@@ -162,9 +171,37 @@ class Cutover:
         with _cut_short():
             self._written = True
             failures = await self._tried(lambda: self._commit(plan.target, self._result))
+            self.at_fault = bool(failures)
+            if plan.gated and not failures:
+                failures = await self._score(plan)
         self._enter(pb.RUNNING_PHASE_WAIT)
-        self.at_fault = bool(failures)
         return failures
+
+    async def _score(self, plan: CutoverPlan) -> list[str]:
+        """Return why the target is not let go by its probes; empty: it is."""
+        self._enter(pb.RUNNING_PHASE_SCORE)
+        await failpoints.reach("gate.score")
+        report = await score_target(self._session, plan, self._journal.engine)
+        self._result.gate = report
+        self._result.score_s = report.took.ToNanoseconds() / 1e9
+        await failpoints.reach("gate.scored")
+        return [report.reason] if refuses(report) else []
+
+    async def _let_go(self, plan: CutoverPlan) -> list[str]:
+        """Write down that the target is let go, before anybody is served by it.
+
+        Returns why that is not written down; empty: it is, or there is no gate.
+        """
+        if not plan.gated:
+            return []
+        try:
+            with translate_os_errors("the apply"):
+                await failpoints.reach("gate.decide")
+                await self._journal.commit(plan)
+                await failpoints.reach("gate.decided")
+        except WeightSyncError as error:
+            return [error.message]
+        return []
 
     async def release(self, plan: CutoverPlan) -> CutoverResult:
         """Return when the engine generates on the target, which every rank was proved to hold."""
@@ -186,6 +223,8 @@ class Cutover:
             if self._written:
                 await self._restore(plan.base, failures)
             await self.resume(plan.base)
+        if self.gate is not None and refuses(self.gate):
+            raise refusal(self.gate, plan.base.record.version)
         raise _restored(plan.base, failures, at_fault=self.at_fault)
 
     async def abandon(self) -> None:
@@ -306,6 +345,7 @@ class Cutover:
         # Two commits, a fence or as many resumes as are tried, each with a look at the engine.
         longest = self._session.longest_pause_s(plan.spec) + 2 * self._timeout_s
         longest += self._session.longest_resume_s() + others_s
+        longest += 2 * plan.gate.limit_s if plan.gate is not None else 0.0
         return self._metrics.bounds.within(f"the pause of apply {plan.target.apply_id}", longest)
 
     async def _commit(self, target: PreparedVersion, result: CutoverResult) -> list[str]:

@@ -13,7 +13,21 @@ from weightsync_server.catalog.layout_compatibility import add_suggestion
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.cutover import Cutover
-from weightsync_server.engine.outcome import CutoverPlan, CutoverResult, PreparedVersion, reject
+from weightsync_server.engine.gate import (
+    GatedEngine,
+    plan_gates,
+    refuses,
+    score_target,
+    settle,
+    with_baseline,
+)
+from weightsync_server.engine.outcome import (
+    ApplyCause,
+    CutoverPlan,
+    CutoverResult,
+    PreparedVersion,
+    reject,
+)
 from weightsync_server.engine.refusals import OUT_OF_REACH, ContentRefusedError, duration, of_change
 from weightsync_server.engine.session import EngineSession
 from weightsync_server.engine.supervisor import EngineSupervisor
@@ -161,6 +175,8 @@ class EngineApplier:
                 await self._failed(session, cutover, plan, error, alone=steps is None)
             raise
         self.supervisor.served.set_live(target.record.version)
+        if cutover.gate is not None:
+            self.supervisor.note_gate(cutover.gate)
         await session.hold(target)
         self.supervisor.show(target, whole=result.compared_all)
         if result.paused_s:
@@ -180,6 +196,10 @@ class EngineApplier:
         alone: bool,
     ) -> None:
         error.metadata["apply_id"] = plan.target.apply_id
+        if cutover.gate is not None:
+            self.supervisor.note_gate(cutover.gate)
+            if refuses(cutover.gate):
+                await settle(self._model.serving, cutover.gate)
         if error.reason is Reason.APPLY_RESTORED:
             self.supervisor.show(plan.base, whole=cutover.compared_all)
             if cutover.at_fault:
@@ -189,6 +209,38 @@ class EngineApplier:
                 await self.supervisor.journal.restored(plan, answer)
         if error.reason not in {*OUT_OF_REACH, Reason.ENGINE_FENCED}:
             await session.hold(plan.base)
+
+    async def with_baseline(self, session: EngineSession, plan: CutoverPlan) -> CutoverPlan:
+        """Return a plan with what the engine says of its probes with what is live."""
+        if plan.gate is not None and plan.gate.when != pb.GATE_WHEN_OFF:
+            self.supervisor.progress.enter(pb.RUNNING_PHASE_SCORE)
+            plan = await with_baseline(session, plan)
+            self.supervisor.progress.enter(pb.RUNNING_PHASE_WAIT)
+        return plan
+
+    async def score_live(self, session: EngineSession, plan: CutoverPlan) -> pb.GateReport:
+        """Score the target, which the engine generates on; reject or hold what is refused."""
+        self.supervisor.progress.enter(pb.RUNNING_PHASE_SCORE)
+        await failpoints.reach("gate.score_live")
+        report = await score_target(session, plan, self.name)
+        self.supervisor.note_gate(report)
+        if refuses(report):
+            await settle(self._model.serving, report)
+        return report
+
+    async def score(self, session: EngineSession) -> pb.GateReport:
+        """Score the probes of what is live, by the limits of an apply that names none.
+
+        Whatever they show, nothing is done. Of a version without probes REQUEST_INVALID.
+        """
+        live, history = live_version(session), self._context.history
+        options = pb.GateOptions(when=pb.GATE_WHEN_AFTER, on_fail=pb.GATE_ACTION_REPORT)
+        engine = GatedEngine(self.name, session.info.capabilities)
+        gates = plan_gates(options, live.record, [engine], PauseSpec(), history)
+        plan = CutoverPlan(live, live, PauseSpec(), ApplyCause(), gate=gates[self.name])
+        report = await score_target(session, plan, self.name)
+        self.supervisor.note_gate(report)
+        return report
 
     def predict(self, plan: CutoverPlan, *, read_from_store: bool) -> pb.ApplyPlan:
         target = plan.target

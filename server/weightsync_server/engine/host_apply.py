@@ -11,7 +11,7 @@ import functools
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS, CACHE_LINEAGE, CacheUse, PauseSpec
@@ -35,10 +35,17 @@ from weightsync_server.decide import (
 from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.engine_participant import EngineApplier, live_version
+from weightsync_server.engine.gate import GatedEngine, refusal, refuses
 from weightsync_server.engine.idempotency import Request
 from weightsync_server.engine.journal import Answer, HostJournal
-from weightsync_server.engine.outcome import ApplyCause, CutoverPlan, CutoverResult, PreparedVersion
-from weightsync_server.engine.refusals import OUT_OF_REACH, of_engine
+from weightsync_server.engine.outcome import (
+    ApplyCause,
+    CutoverPlan,
+    CutoverResult,
+    GatePlan,
+    PreparedVersion,
+)
+from weightsync_server.engine.refusals import OUT_OF_REACH, GateRefusedError, of_engine
 from weightsync_server.engine.session import EngineSession
 from weightsync_server.ops.os_errors import translate_os_errors
 
@@ -82,7 +89,7 @@ class JournalLedger:
     No engine is written before all stand still, and none generates on the target before all are
     proved and the journal has the COMMIT. There is at least one plan, and all have the same target.
     A fleet that decides for this host may take `fleet_s`; None: it decides alone, and what the disk
-    refuses is not decided.
+    refuses is not decided. One that scores probes does so while all stand still.
     """
 
     def __init__(
@@ -90,6 +97,8 @@ class JournalLedger:
     ) -> None:
         self._plans, self._journal, self._fleet_s = plans, journal, fleet_s
         self._named = {one.member.name: one.plan for one in plans}
+        gates = [one.plan.gate for one in plans if one.plan.gate is not None]
+        self._score_s = max((2 * gate.limit_s for gate in gates), default=0.0)
         target = plans[0].plan.target
         self._plan = DecisionPlan(
             number=0,
@@ -131,7 +140,8 @@ class JournalLedger:
 
     async def take_part(self, engine: str, plan: CutoverPlan, cutover: Cutover) -> CutoverResult:
         """Do as `Cutover.run` does, in step with the others."""
-        await cutover.pause(plan, alone=False, patience_s=self._fleet_s or 0.0)
+        patience_s = self._score_s + (self._fleet_s or 0.0)
+        await cutover.pause(plan, alone=False, patience_s=patience_s)
         self.report(engine, ApplyPhase.PREPARED, [])
         # Shielded: one that is cancelled must not take the word from the others.
         if failures := await asyncio.shield(self._to_write):
@@ -258,18 +268,71 @@ async def roll_out(
             they served, or the sentence says which is not.
     """
     reports: dict[str, pb.ApplyReport] = {}
-    for start in range(0, len(plans), max_unavailable):
-        wave = plans[start : start + max_unavailable]
+    for start, end in _waves(plans, max_unavailable):
+        wave = plans[start:end]
         outcomes = await asyncio.gather(*map(_live_alone, wave), return_exceptions=True)
         named = [one.member.name for one in wave]
         failed = [one for one in wave if one.member.error is not None]
         if failed:
-            await drop(plans[start + max_unavailable :])
+            await drop(plans[end:])
             went = [*plans[:start], *(one for one in wave if one not in failed)]
             raise await _put_back(went, failed, _first_failure(named, outcomes), journal)
         reports |= zip(named, _reports(outcomes), strict=True)
+        if (failure := await _scored_live(wave, reports)) is not None:
+            await drop(plans[end:])
+            raise await _put_back(plans[:end], [], failure, journal)
     log_live(reports)
     return reports
+
+
+def _waves(plans: Sequence[EnginePlan], size: int) -> list[tuple[int, int]]:
+    """Return where each wave begins and ends; the first is alone if it scores for the others."""
+    gate = plans[0].plan.gate
+    alone = gate is not None and gate.when != pb.GATE_WHEN_OFF
+    first = min(1 if alone else size, len(plans))
+    rest = range(first, len(plans), size)
+    return [(0, first), *((start, min(start + size, len(plans))) for start in rest)]
+
+
+async def with_baselines(plans: Sequence[EnginePlan]) -> list[EnginePlan]:
+    """Have engines that have a gate score what they generate on, while all generate.
+
+    What takes time here is in no pause. If it is interrupted nothing is kept of what was prepared.
+    """
+    try:
+        return [
+            replace(one, plan=await one.member.applier.with_baseline(one.member.session, one.plan))
+            for one in plans
+        ]
+    except BaseException:
+        await drop(plans)
+        raise
+
+
+async def score_live(
+    plans: Sequence[EnginePlan], reports: Mapping[str, pb.ApplyReport], journal: HostJournal
+) -> None:
+    """Score what engines generate on by now, where their gate is behind the resume.
+
+    A gate that does not let the target go raises APPLY_RESTORED, when all are back.
+    """
+    if (failure := await _scored_live(plans, reports)) is not None:
+        answer = idempotency.pack_refusal(failure.message)
+        raise await _put_back(plans, [], failure, journal, answer)
+
+
+async def _scored_live(
+    plans: Sequence[EnginePlan], reports: Mapping[str, pb.ApplyReport]
+) -> GateRefusedError | None:
+    """Put into reports what gates behind the resume show; return the first refusal."""
+    for one in plans:
+        if one.plan.gate is None or one.plan.gate.when != pb.GATE_WHEN_AFTER:
+            continue
+        report = await one.member.applier.score_live(one.member.session, one.plan)
+        reports[one.member.name].gate.CopyFrom(report)
+        if refuses(report):
+            return refusal(report, one.plan.base.record.version)
+    return None
 
 
 async def _live_alone(one: EnginePlan) -> pb.ApplyReport:
@@ -283,6 +346,7 @@ async def _put_back(
     failed: Sequence[EnginePlan],
     failure: WeightSyncError,
     journal: HostJournal,
+    answer: Answer | None = None,
 ) -> WeightSyncError:
     """Return the failure when the engines that went before serve again what they did.
 
@@ -301,7 +365,9 @@ async def _put_back(
             )
         else:
             back[one.member.name] = one.plan
-    await journal.restored(back, Answer())
+    await journal.restored(back, answer or Answer())
+    if isinstance(failure, GateRefusedError):
+        return GateRefusedError(failure.message + left, failure.report)
     return WeightSyncError(
         failure.reason,
         failure.message + left,
@@ -381,6 +447,10 @@ def _reports(outcomes: Sequence[pb.ApplyReport | BaseException]) -> list[pb.Appl
 def _failure(errors: dict[str, WeightSyncError]) -> WeightSyncError:
     """Return one error for all: that of the engine that is worst off, with what others say."""
     reasons = [error.reason for error in errors.values()]
+    gate = next((one for one in errors.values() if isinstance(one, GateRefusedError)), None)
+    if gate is not None and set(reasons) == {Reason.APPLY_RESTORED}:
+        # The others went back because of it.
+        return gate
     reason = next((worst for worst in _WORST if worst in reasons), reasons[0])
     first = next(error for error in errors.values() if error.reason is reason)
     return WeightSyncError(
@@ -399,10 +469,12 @@ async def prepare_all(
     cause: ApplyCause,
     *,
     durable: bool,
+    gates: Mapping[str, GatePlan] | None = None,
 ) -> list[EnginePlan]:
     """Prepare a version on all engines; when one cannot, none keeps what it has prepared.
 
     `timeout_s` None means the configured time. With `durable` the version must be committed.
+    `gates` by the name of the engine that scores.
     """
 
     async def ready(one: LocalEngine) -> EnginePlan:
@@ -410,7 +482,8 @@ async def prepare_all(
             target = await one.applier.ready(
                 one.session, one.live, record, timeout_s, durable=durable, spec=spec
             )
-        return EnginePlan(one, CutoverPlan(target, one.live, spec, cause))
+        gate = (gates or {}).get(one.name)
+        return EnginePlan(one, CutoverPlan(target, one.live, spec, cause, gate=gate))
 
     if len(members) == 1:
         return [await ready(members[0])]
@@ -456,6 +529,10 @@ class LocalEngine:
     @property
     def name(self) -> str:
         return self.applier.name
+
+    @property
+    def gated(self) -> GatedEngine:
+        return GatedEngine(self.name, self.session.info.capabilities)
 
 
 @dataclass

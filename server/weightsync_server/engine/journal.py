@@ -3,7 +3,8 @@
 A record tells, too, who asked with which key, and a DONE what was answered, so that a call that is
 repeated to the next server is not done twice. Of engines that go together one record tells for all:
 INTENT, then COMMIT before the first of them resumes, then DONE. An INTENT without a COMMIT is no
-decision, so that all of them go back.
+decision, so that all of them go back. So it is for one engine whose apply has a gate: COMMIT says
+that its probes have let the version go.
 
 A torn or damaged tail is ignored; the last good record tells where an engine was meant to be.
 """
@@ -72,6 +73,7 @@ class Entry:
         bases: For `HOST`, before a decision and where all went back: what engines served, by name.
             The record is of no other engine then. For the INTENT of one engine: what that served,
             where its end is one for all engines of this host.
+        gated: For the INTENT and the COMMIT of one engine: without the COMMIT it goes back.
     """
 
     event: str
@@ -83,6 +85,7 @@ class Entry:
     store: str = ""
     engine: str = ""
     bases: dict[str, int] = field(default_factory=dict)
+    gated: bool = False
 
     def counts_for(self, engine: str) -> bool:
         if self.engine == HOST:
@@ -102,7 +105,7 @@ def _encode(entry: Entry) -> bytes:
         # Only what says something is written, and most applies say neither.
         facts[name] = {key: value for key, value in (facts[name] or {}).items() if value}
     body = json.dumps(
-        {key: value for key, value in facts.items() if value not in ({}, "")}
+        {key: value for key, value in facts.items() if value not in ({}, "") and value is not False}
     ).encode()
     return f"{xxhash.xxh3_64_hexdigest(body)} ".encode() + body + b"\n"
 
@@ -166,7 +169,7 @@ class JournalFile:
         cause = replace(entry.cause, rejects=0, reason="")
         kept = answer if cause.key else None
         store = self.store if in_store else ""
-        done = replace(entry, event="DONE", cause=cause, answer=kept, store=store)
+        done = replace(entry, event="DONE", cause=cause, answer=kept, store=store, gated=False)
         with disk_errors_logged():
             await self.append(done)
 
@@ -215,10 +218,11 @@ class JournalFile:
                     break
                 kept.add(at)
         kept.update(range(len(entries))[-1:])
-        newest: dict[tuple[str, bool, bool], int] = {}
+        newest: dict[tuple[str, bool, bool, bool], int] = {}
         for at, entry in enumerate(entries):
-            # What is decided for all engines outlasts what some of them are about to do.
-            which = entry.engine, entry.event == "DONE", bool(entry.bases)
+            # What is decided for all engines outlasts what some of them are about to do, and so
+            # does a gate.
+            which = entry.engine, entry.event == "DONE", bool(entry.bases), entry.gated
             newest.pop(which, None)
             newest[which] = at
         kept.update(list(newest.values())[-2 * _ENGINES :])
@@ -287,16 +291,26 @@ class Journal:
 
     @property
     def decided(self) -> int:
-        """The version decided for all engines together, with none for this one since; else 0."""
+        """The version decided for all engines together, or by a gate, with none since; else 0."""
         begun: set[int] = set()
         for entry in self._entries():
-            if entry.engine == HOST:
+            if entry.engine == HOST or entry.gated:
                 version = entry.meant_for(self.engine)
                 # What was begun since may have been to place it.
                 return version if begun <= {version} else 0
             if entry.event == "DONE":
                 break
             begun.add(entry.version)
+        return 0
+
+    @property
+    def refused(self) -> int:
+        """The version that a gate has not let go yet, with nothing that has ended since; else 0."""
+        for entry in self._entries():
+            if entry.gated:
+                return entry.version if entry.event == "INTENT" else 0
+            if entry.event != "INTENT":
+                break
         return 0
 
     @property
@@ -323,6 +337,10 @@ class Journal:
     async def intent_to_place(self, target: PreparedVersion) -> None:
         """Write down that a version is about to be placed in an engine that stands still."""
         await self._file.append(self._entry("INTENT", target))
+
+    async def commit(self, plan: CutoverPlan) -> None:
+        """Decide that an engine goes on with what its gate lets go; it goes back if this raises."""
+        await self._file.append(replace(self._intent(plan), event="COMMIT"))
 
     async def done(self, plan: CutoverPlan, answer: Answer) -> None:
         """Write down that an apply has ended well, and what its caller is answered.
@@ -370,7 +388,8 @@ class Journal:
     def _intent(self, plan: CutoverPlan) -> Entry:
         target, base = plan.target, plan.base.record.version
         version = target.record.version
-        return Entry("INTENT", target.apply_id, version, base, plan.cause, engine=self.engine)
+        entry = Entry("INTENT", target.apply_id, version, base, plan.cause, engine=self.engine)
+        return replace(entry, gated=plan.gated)
 
 
 def live_in_store(file: JournalFile) -> frozenset[int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 from weightsync.engine import CacheUse, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.serving import ServingState
+from weightsync_server.engine.gate_limits import GateLimits, Scores
 from weightsync_server.engine.worker_reports import RankCommit, Report
 from weightsync_server.residency.slot import SlotLease
 
@@ -94,10 +97,31 @@ class ApplyCause:
 
 
 @dataclass(frozen=True)
+class GatePlan:
+    """How the probes of a target are scored on one engine, and what a bad score means.
+
+    Attributes:
+        when: BEFORE or AFTER; OFF: they are not, for the reason in `absent`.
+        limit_s: Longest time for scoring.
+        baseline: What the engine said of them with what is live; None: it was not asked, or did not
+            say.
+    """
+
+    when: pb.GateWhen.ValueType
+    on_fail: pb.GateAction.ValueType
+    probes: pb.Probes
+    limits: GateLimits
+    limit_s: float
+    absent: str = ""
+    baseline: Scores | None = None
+
+
+@dataclass(frozen=True)
 class CutoverPlan:
     """One apply: every rank holds `base` and shall hold `target`.
 
-    `for_host`: the outcome of this plan alone counts for every engine of this host.
+    `for_host`: the outcome of this plan alone counts for every engine of this host. `gate` None:
+    this engine scores nothing.
     """
 
     target: PreparedVersion
@@ -105,6 +129,21 @@ class CutoverPlan:
     spec: PauseSpec
     cause: ApplyCause
     for_host: bool = False
+    gate: GatePlan | None = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether nobody may be served by the target before its probes are scored."""
+        return self.gate is not None and self.gate.when == pb.GATE_WHEN_BEFORE
+
+
+def absent_report(plan: CutoverPlan) -> pb.GateReport | None:
+    """Return the report of a gate that nobody turned off and that is not there; else None."""
+    gate = plan.gate
+    if gate is None or not gate.absent:
+        return None
+    version = plan.target.record.version
+    return pb.GateReport(version=version, when=pb.GATE_WHEN_OFF, reason=gate.absent)
 
 
 @dataclass
@@ -115,8 +154,10 @@ class CutoverResult:
     pause_s: float = 0.0
     commit_s: float = 0.0
     verify_s: float = 0.0
+    score_s: float = 0.0
     resume_s: float = 0.0
     paused_s: float = 0.0
+    gate: pb.GateReport | None = None
     ranks: list[RankCommit] = field(default_factory=list)
 
     @property
@@ -139,12 +180,21 @@ async def reject(serving: ServingState, version: int, reason: str) -> bool:
 
     Returns whether it is rejected, and raises nothing.
     """
+    return await _marked(serving.reject(version, reason), version, "rejected")
+
+
+async def withhold(serving: ServingState, version: int, reason: str) -> bool:
+    """Hold a version that its gate did not let go; returns and raises as `reject`."""
+    return await _marked(serving.withhold(version, reason), version, "held")
+
+
+async def _marked(marking: Awaitable[None], version: int, what: str) -> bool:
     try:
-        await serving.reject(version, reason)
+        await marking
     except WeightSyncError as error:
         # It may never have been committed, and gone when another version took its place.
         if error.reason is not Reason.VERSION_UNKNOWN:
             # What the engine serves is not less true for it.
-            logger.critical("version %d could not be rejected: %s", version, error.message)
+            logger.critical("version %d could not be %s: %s", version, what, error.message)
         return False
     return True

@@ -35,9 +35,16 @@ logger = logging.getLogger(__name__)
 
 
 def overruled(journal: Journal, table: VersionTable, proved: VersionRecord) -> bool:
-    """Tell whether other content than an engine holds was decided for all engines of this host."""
+    """Tell whether other content than an engine holds was decided for all engines of this host.
+
+    Or that no gate has let it go yet, so that the one before it counts.
+    """
     decided = table.find(journal.decided)
-    return decided is not None and decided.content_digest != proved.content_digest
+    if decided is None:
+        # What was live before is not there any more; that makes the other no better.
+        refused = table.find(journal.refused)
+        return refused is not None and refused.content_digest == proved.content_digest
+    return decided.content_digest != proved.content_digest
 
 
 def _unfinished(journal: Journal, current: PreparedVersion) -> Entry | None:
@@ -48,7 +55,8 @@ def _unfinished(journal: Journal, current: PreparedVersion) -> Entry | None:
     last = journal.last
     if last is None or last.version != current.record.version:
         return None
-    return last if last.event == ("COMMIT" if last.engine == HOST else "INTENT") else None
+    decided = last.engine == HOST or last.gated
+    return last if last.event == ("COMMIT" if decided else "INTENT") else None
 
 
 async def write_down(journal: Journal, serving: ServingState, current: PreparedVersion) -> None:

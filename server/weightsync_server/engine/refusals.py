@@ -24,6 +24,16 @@ class ContentRefusedError(WeightSyncError):
     """Ranks refuse a version for its content, and none failed: they would do so again."""
 
 
+class GateRefusedError(WeightSyncError):
+    """A gate has not let a version go live, for what `report` shows."""
+
+    def __init__(self, message: str, report: pb.GateReport) -> None:
+        held = report.outcome == pb.GATE_OUTCOME_HELD
+        facts = {"gate": "held" if held else "rolled_back"}
+        super().__init__(Reason.APPLY_RESTORED, message, metadata=facts)
+        self.report = report
+
+
 def asleep() -> WeightSyncError:
     """Return the refusal of everything that needs weights which sleep mode holds."""
     return WeightSyncError(Reason.ENGINE_ASLEEP, "wake the engine up, then try again: it is asleep")

@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 from weightsync.engine import PauseSpec
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine.journal import Entry
-from weightsync_server.engine.outcome import CutoverPlan, CutoverResult, PreparedVersion
+from weightsync_server.engine.outcome import (
+    CutoverPlan,
+    CutoverResult,
+    PreparedVersion,
+    absent_report,
+)
 from weightsync_server.engine.refusals import duration, pause_options
 from weightsync_server.engine.version_loads import LoadScheduler
 
@@ -60,6 +65,7 @@ def applied(plan: CutoverPlan, result: CutoverResult) -> pb.ApplyReport:
             pause=duration(result.pause_s),
             commit=duration(result.commit_s),
             verify=duration(result.verify_s),
+            score=duration(result.score_s) if result.score_s else None,
             resume=duration(result.resume_s),
             paused_total=duration(result.paused_s),
         ),
@@ -82,6 +88,7 @@ def applied(plan: CutoverPlan, result: CutoverResult) -> pb.ApplyReport:
         pause=pause_options(plan.spec, result.pause_mode),
         durability=target.record.durability,
         strategy=strategy(target, patched=result.patched),
+        gate=result.gate or absent_report(plan),
     )
 
 
@@ -179,6 +186,10 @@ def combined(reports: Mapping[str, pb.ApplyReport]) -> pb.ApplyReport:
     report.previous_version = _common([one.previous_version for one in went])
     if len({one.strategy for one in all_}) > 1:
         report.strategy = pb.APPLY_STRATEGY_UNSPECIFIED
+    # Of several that score the one that shows most.
+    gates = [one.gate for one in all_ if one.HasField("gate")]
+    if gates:
+        report.gate.CopyFrom(max(gates, key=lambda one: (bool(one.reason), one.k3)))
     for phase in pb.PhaseDurations.DESCRIPTOR.fields_by_name:
         slowest = max(getattr(one.phases, phase).ToNanoseconds() for one in all_)
         getattr(report.phases, phase).FromNanoseconds(slowest)
@@ -191,7 +202,9 @@ def combined(reports: Mapping[str, pb.ApplyReport]) -> pb.ApplyReport:
 
 
 def proofs(
-    found: Mapping[str, pb.VerifyVersionResponse], absent: Mapping[str, str]
+    found: Mapping[str, pb.VerifyVersionResponse],
+    absent: Mapping[str, str],
+    gates: Mapping[str, pb.GateReport],
 ) -> pb.VerifyVersionResponse:
     """Return one proof for several engines; `absent` says why the others were not asked."""
     all_ = list(found.values())
@@ -202,7 +215,13 @@ def proofs(
         content_digest=all_[0].content_digest if version else "",
         ranks=all_[0].ranks if len(all_) == 1 else [],
         engines=[
-            pb.EngineProof(engine=name, verified=one.verified, version=one.version, ranks=one.ranks)
+            pb.EngineProof(
+                engine=name,
+                verified=one.verified,
+                version=one.version,
+                ranks=one.ranks,
+                gate=gates.get(name),
+            )
             for name, one in found.items()
         ]
         + [pb.EngineProof(engine=name, absent=why) for name, why in absent.items()],

@@ -265,6 +265,13 @@ class EngineSession:
             self._lease_id, self._renewal = "", None
             renewal.cancel()
 
+    async def score(
+        self, sequences: Sequence[Sequence[int]], limit_s: float, *, paused: bool
+    ) -> list[list[float]]:
+        """As `Engine.score`: in the pause that this session has, or beside generation."""
+        lease_id = self._lease_id if paused else ""
+        return await self.engine.score(sequences, lease_id, limit_s)
+
     def _fencing(self, spec: PauseSpec, open_apply: OpenApply) -> PauseSpec:
         self.check_fences()
         return replace(spec, on_expiry=OnExpiry.FENCE, apply=open_apply)

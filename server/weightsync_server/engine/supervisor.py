@@ -178,6 +178,8 @@ class EngineSupervisor:
         live, back = table.find(self.served.live), table.find(self.served.rollback_to)
         if live is not None:
             status.live_version, status.live_content_digest = live.version, live.content_digest
+        if self.served.gate is not None:
+            status.gate.CopyFrom(self.served.gate)
         if back is not None:
             status.rollback_version = back.version
             status.rollback_resident = back.residency == pb.RESIDENCY_STAGED and (
@@ -200,6 +202,12 @@ class EngineSupervisor:
             self.checks.passed(current)
         else:
             self.checks.owe(current)
+
+    def note_gate(self, report: pb.GateReport) -> None:
+        """Show what scoring probes on this engine has shown."""
+        self.served.gate = report
+        self._shown.set_gate(report)
+        self.context.metrics.gates.count(report)
 
     def cutover(self, session: EngineSession) -> Cutover:
         return Cutover(session, self.journal, self._shown, self.progress)

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from weightsync import __version__, clock
 from weightsync.engine import EngineHealth, EngineInfo
 from weightsync.log_lines import event
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.tasks import DeadlineMonitor
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,16 @@ _GAUGES = {
     "weightsync_arena_bytes": "Memory that holds what was loaded beside generation, over all "
     "ranks; 0: nothing is.",
 }
+_GATE_GAUGES = {
+    "weightsync_gate_k3": "k3 from the trainer to the engine, of the last gate.",
+    "weightsync_gate_mean_abs": "Mean absolute difference of log probabilities between trainer and "
+    "engine, of the last gate.",
+    "weightsync_gate_max_abs": "Largest one, of the last gate.",
+    "weightsync_gate_step_k3": "k3 from the version before on the same probes, of the last gate; "
+    "0: not known.",
+    "weightsync_gate_floor_k3": "Median k3 of the versions that passed before, of the last gate; "
+    "0: there was none.",
+}
 _REQUESTS = {
     "weightsync_cache_cut_requests_total": "Requests that an apply found with cached keys, and "
     "that no other request shares keys with since.",
@@ -88,7 +99,7 @@ class EngineGauges:
         )
         self.gauges = {
             name: Gauge(name, text, ["model", "engine"], registry=registry)
-            for name, text in _GAUGES.items()
+            for name, text in (_GAUGES | _GATE_GAUGES).items()
         }
         self.requests = {
             name: Counter(name, text, ["model", "engine"], registry=registry)
@@ -157,6 +168,16 @@ class EngineMetrics:
         self._gauges["weightsync_fenced"].set(fenced)
         self._gauges["weightsync_serving"].set(serving)
 
+    def set_gate(self, report: pb.GateReport) -> None:
+        for name, value in (
+            ("k3", report.k3),
+            ("mean_abs", report.mean_abs),
+            ("max_abs", report.max_abs),
+            ("step_k3", report.step_k3),
+            ("floor_k3", report.floor_k3),
+        ):
+            self._gauges[f"weightsync_gate_{name}"].set(value)
+
     def set_live_checked(self) -> None:
         self._gauges["weightsync_live_check_timestamp_seconds"].set_to_current_time()
 
@@ -201,6 +222,7 @@ _PHASES = (
 PHASES = tuple(name for name, _, _ in _PHASES)
 
 PUSH_OUTCOMES = ("committed", "already", "failed", "aborted")
+GATE_OUTCOMES = ("passed", "reported", "rolled_back", "held")
 LIVE_CHECK_OUTCOMES = ("passed", "failed", "cancelled")
 APPLY_OUTCOMES = ("applied", "already_live", "planned", "refused", "restored", "fenced")
 CODINGS = ("unchanged", "gap16", "gap8", "bitmap", "dense")
@@ -265,6 +287,7 @@ class Metrics:
             self._violations.labels(invariant)
         self.deltas = DeltaMetrics(self)
         self.loaders = LoaderMetrics(self)
+        self.gates = GateMetrics(self)
         self._state()
         self._build_info()
 
@@ -436,3 +459,23 @@ class LoaderMetrics:
         if seconds:
             self._seconds.observe(seconds)
         self._restarts.inc(restarts)
+
+
+class GateMetrics:
+    def __init__(self, metrics: Metrics) -> None:
+        self._seconds = metrics.histogram(
+            "weightsync_gate_seconds", "Time to score the probes of a version.", PAUSE_BUCKETS
+        )
+        self._nan = metrics.counter(
+            "weightsync_gate_nan_total",
+            "Log probabilities of probes that are no numbers, or infinite.",
+        )
+        self._outcomes = metrics.counters(
+            "weightsync_gates_total", "Gates ended.", "outcome", GATE_OUTCOMES
+        )
+
+    def count(self, report: pb.GateReport) -> None:
+        outcome = pb.GateOutcome.Name(report.outcome).removeprefix("GATE_OUTCOME_").lower()
+        self._outcomes[outcome].inc()
+        self._nan.inc(report.nan)
+        self._seconds.observe(report.took.ToNanoseconds() / 1e9)

@@ -18,6 +18,7 @@ from weightsync_server.deltas import PushedDelta
 from weightsync_server.ops import traces
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.ops.tasks import is_running
+from weightsync_server.push.probes import packed
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import refused
@@ -150,7 +151,12 @@ async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     if existing is not None:
         existing.name_push(state.id, state.request.idempotency_key)
         await model.orphans.revive(
-            existing, manifest, epoch=state.record.epoch, trainer_verified=verified, delta=delta
+            existing,
+            manifest,
+            epoch=state.record.epoch,
+            trainer_verified=verified,
+            delta=delta,
+            probes=packed(state),
         )
         model.slots.release(state.record)
         return answer(model, existing, already=False)
@@ -158,7 +164,9 @@ async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
         # From its commit on anybody may take it.
         await in_place.decided()
         check_open(state)
-    await model.commits.commit(state.record, manifest, trainer_verified=verified, delta=delta)
+    await model.commits.commit(
+        state.record, manifest, trainer_verified=verified, delta=delta, probes=packed(state)
+    )
     if state.delta is not None:
         state.delta.committed()
     else:

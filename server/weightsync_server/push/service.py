@@ -18,6 +18,7 @@ from weightsync_server.ops.tasks import start_task
 from weightsync_server.push.commit import check_complete, commit, meet
 from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.opening import PushFactory, base_of, start
+from weightsync_server.push.probes import take_probes
 from weightsync_server.push.progress import missing, progress, status
 from weightsync_server.push.push_index import PushIndex, check_same_push
 from weightsync_server.push.reservation import CallerShares
@@ -242,6 +243,7 @@ class PushService:
             self._check_same(push.state.committed, request)
             return push.lifecycle.again()
         self._model.epochs.check(push.state.record.epoch)
+        take_probes(push.state, request)
         push.state.cast_tensors = max(push.state.cast_tensors, request.cast_tensors)
         await meet(push, request)
         if push.lifecycle.tasks.committing is None:

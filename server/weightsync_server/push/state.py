@@ -55,6 +55,7 @@ class PushState:
         recorded: It is written down to survive a crash, as far as its bytes are durable.
         recovered: It was open in an earlier life of the server.
         suspended: What was made durable of it, by shard; None: it is not suspended.
+        probes: What the gate of an apply is to score, by the writer that sent it.
         failed_at: By the event loop's clock.
         final: How far every shard came, once it has ended.
         work: What is traced of it; None: nothing is, or it has ended.
@@ -76,6 +77,7 @@ class PushState:
     recovered: bool = False
     suspended: dict[int, ShardCheckpoint] | None = None
     cast_tensors: int = 0
+    probes: dict[int, pb.Probes] = field(default_factory=dict)
     committed: pb.CommitPushResponse | None = None
     error: WeightSyncError | None = None
     failed_at: float = 0.0

@@ -374,7 +374,8 @@ class Follower:
             push = await self._pushes.open(request, None, backfill=backfill)
             if push.state.committed is None:
                 await self._origin.bring(push, fetch)
-            commit = pb.CommitPushRequest(content_digest=version.content_digest)
+            probes = await self._origin.probes(version)
+            commit = pb.CommitPushRequest(content_digest=version.content_digest, probes=probes)
             await self._pushes.commit_push(push, commit)
         except WeightSyncError as error:
             await self._give_up(push, fetch, error)

@@ -139,6 +139,18 @@ class GrpcOrigin:
         async with contextlib.aclosing(self._messages(push, fetch)) as messages:
             await UploadStream(self._pushes, messages, None).run()
 
+    async def probes(self, version: CommitRecord) -> pb.Probes | None:
+        """Ask for them, unless the list of versions says that there are none."""
+        if not version.probes:
+            return None
+        request = pb.GetVersionRequest(model=self._model, version=version.version)
+        with self._access.refusing():
+            found = await self._stub.GetVersion(
+                request, timeout=_CALL_S, metadata=self._access.metadata()
+            )
+        self._check_same(found.version, version)
+        return found.probes if found.HasField("probes") else None
+
     async def close(self) -> None:
         await cancel_tasks(self._watching)
         await self._channel.close()
@@ -233,4 +245,6 @@ def _record(info: pb.VersionInfo, committed: dict[int, pb.VersionInfo]) -> Commi
         delta_bytes=info.stored_bytes if base is not None else 0,
         changed_fraction=info.changed_fraction,
         traceparent=info.traceparent,
+        # What they are is asked for when the version is fetched.
+        probes=f"{info.probe_count}:" if info.probe_count else "",
     )

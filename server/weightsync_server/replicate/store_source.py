@@ -15,6 +15,8 @@ from weightsync import clock, failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Manifest
 from weightsync.shm.segments import Segment
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.kept_probes import unpack
 from weightsync_server.deltas import DeltaShard, PatchInput
 from weightsync_server.deltas.pushed_delta import write_layout
 from weightsync_server.ops.metrics import Meters
@@ -303,6 +305,10 @@ class StoreOrigin:
         """Have fetchers read the shards into the segments of the push."""
         store, versions = self._store, self._versions
         await StoredBytes(store, versions, push, fetch, self._meters, self._cache).bring()
+
+    async def probes(self, version: CommitRecord) -> pb.Probes | None:
+        """Return what its commit record has of them."""
+        return unpack(version.probes)
 
     async def close(self) -> None:
         """Do nothing: requests end by themselves."""

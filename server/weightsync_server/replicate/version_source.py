@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_server.push.parts import Push
     from weightsync_server.replicate.fetch_plan import Fetch
     from weightsync_server.store.store_records import CommitRecord
@@ -31,6 +32,9 @@ class Origin(Protocol):
 
         `push` is open; it proves what comes, and fails where that is not what it should be.
         """
+
+    async def probes(self, version: CommitRecord) -> pb.Probes | None:
+        """Return the probes of a version; None: it has none."""
 
     async def close(self) -> None:
         """Let go of it."""

@@ -78,7 +78,7 @@ class OrphanReaper:
         if record.served:
             # What an engine served under a number is never another content.
             self._spawn(self._commits.scrub(record))
-        elif record.pinned or record.rejected_reason:
+        elif record.pinned or record.rejected_reason or record.held_reason:
             self._spawn(self._commits.unmark(record))
 
     async def revive(
@@ -89,6 +89,7 @@ class OrphanReaper:
         epoch: int,
         trainer_verified: bool,
         delta: CommittedDelta | None = None,
+        probes: str = "",
     ) -> None:
         """Commit a failed version that is still live, its shards having been stored anew."""
         if self._table.find(record.version) is not record or record.manifest is None:
@@ -104,7 +105,11 @@ class OrphanReaper:
         record.reopen(epoch)
         try:
             await self._commits.commit(
-                record, record.manifest, trainer_verified=trainer_verified, delta=delta
+                record,
+                record.manifest,
+                trainer_verified=trainer_verified,
+                delta=delta,
+                probes=probes,
             )
         except BaseException:
             await self.drop(record)

@@ -55,6 +55,7 @@ class CommitRecord(_Record):
         client_run: The run of the client that pushed it; empty: not known.
         epoch_taken: That run took the epoch.
         traceparent: The span of the push that brought it; empty: it was not traced.
+        probes: What its gate scores, see `catalog.kept_probes`; empty: it came with none.
     """
 
     model: str
@@ -80,6 +81,7 @@ class CommitRecord(_Record):
     client_run: str = ""
     epoch_taken: bool = False
     traceparent: str = ""
+    probes: str = ""
 
     @property
     def stored_bytes(self) -> int:

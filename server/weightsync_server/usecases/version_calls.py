@@ -8,6 +8,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Layout, Manifest, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth import Caller
+from weightsync_server.catalog.kept_probes import unpack
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.serving import ServingState
 from weightsync_server.catalog.table import VersionTable
@@ -45,6 +46,9 @@ async def get_version(
     core.check_model(request.model)
     record = chosen(core.versions.model.table, core.versions.model.serving, request.version)
     answer = pb.GetVersionResponse(version=record.to_info())
+    probes = unpack(record.commit.probes) if record.commit is not None else None
+    if probes is not None and not request.page_token:
+        answer.probes.CopyFrom(probes)
     if request.page_size:
         manifest = await core.versions.model.commits.manifest(record)
         first = page_number(request.page_token) or 0

@@ -150,14 +150,19 @@ async def sending(messages: Iterable[pb.PushWeightsRequest]) -> AsyncIterator[Me
 
 
 def one_stream(
-    shards: Sequence[Shard], *, commit: str | None = "", **fields: Any
+    shards: Sequence[Shard],
+    *,
+    commit: str | None = "",
+    probes: pb.Probes | None = None,
+    **fields: Any,
 ) -> AsyncIterator[Message]:
     """Return the messages of a trainer that does all in one call."""
     messages = [pb.PushWeightsRequest(begin=begin(**fields))]
     for shard in shards:
         messages += shard.all()
     if commit is not None:
-        messages.append(pb.PushWeightsRequest(commit=pb.CommitPushRequest(content_digest=commit)))
+        last = pb.CommitPushRequest(content_digest=commit, probes=probes)
+        messages.append(pb.PushWeightsRequest(commit=last))
     return sending(messages)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.unit.server.world import MODEL, Shard, World, make_shard, world
 from weightsync.engine import CacheUse
-from weightsync.testing import MemoryEngine
+from weightsync.testing import MemoryEngine, memory_logprobs
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import (
     Applier,
@@ -49,6 +49,18 @@ def shards(seed: int) -> list[Shard]:
 def checkpoint(seed: int = 1) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return a MemoryEngine's tensors."""
     return {name: (*KINDS[name], data) for name, data in tensors(seed).items()}
+
+
+def probes(seed: int, *, count: int = 3, wrong: int = -1) -> pb.Probes:
+    """Return probes as the trainer of version `seed` computes them, those at `wrong` not."""
+    found = pb.Probes()
+    for index in range(count):
+        tokens = [(7 * index + 3 * at) % 50 for at in range(12)]
+        logprobs = memory_logprobs(tensors(seed), tokens)[1:]
+        if index == wrong:
+            logprobs = [one - 1 for one in logprobs]
+        found.probes.add(tokens=tokens, logprobs=logprobs, start=2)
+    return found
 
 
 class Engine(MemoryEngine):
@@ -125,6 +137,9 @@ class Engine(MemoryEngine):
     async def switch(self, order: Any) -> Any:
         return await self._around("switch", super().switch(order))
 
+    async def score(self, sequences: Any, lease_id: str, limit_s: float) -> Any:
+        return await self._around("score", super().score(sequences, lease_id, limit_s))
+
     async def renew(self, lease_id: str, lease_s: float) -> Any:
         return await self._around("renew", super().renew(lease_id, lease_s))
 
@@ -182,6 +197,11 @@ class Plant:
     async def push(self, *seeds: int) -> None:
         for seed in seeds:
             await self.here.push(shards(seed), seed)
+
+    async def push_probed(self, seed: int, version: int = 0, **fields: Any) -> int:
+        """Push a version with the probes of its trainer; see `probes` for what is wrong in them."""
+        given = probes(seed, **fields)
+        return await self.here.push(shards(seed), version or seed, probes=given)
 
     async def apply(self, version: int = 0, **fields: Any) -> pb.ApplyReport:
         request = pb.ApplyVersionRequest(model=MODEL, version=version, **fields)
