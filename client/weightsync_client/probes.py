@@ -274,6 +274,16 @@ def _evaluating(
         finally:
             for module, training in modes:
                 module.training = training
+            _reshard(model)
+
+
+def _reshard(model: Any) -> None:
+    """Free what FSDP2 gathered and would keep for a backward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", ())
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.reshard()
 
 
 class _Scorer:
