@@ -23,7 +23,7 @@ PROBES = Probes([[1, 2, 3], [4, 5]], [[-0.5, -1.5], [-2.5]])
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[WeightSyncServer]:
-    with short_server(store="memory://", flags=("--metrics", "127.0.0.1:0", "--slots", "4")) as one:
+    with short_server(store="memory://", flags=("--metrics", "127.0.0.1:0", "--same-host")) as one:
         yield one
 
 
