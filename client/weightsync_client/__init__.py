@@ -26,6 +26,7 @@ from weightsync_client.errors import (
     RefusedError,
     UnavailableError,
 )
+from weightsync_client.gate import Gate, GateAction, GateOutcome, GateReport, GateWhen
 from weightsync_client.options import (
     ApplyOptions,
     EngineChoices,
@@ -37,6 +38,7 @@ from weightsync_client.options import (
     RollbackOptions,
     Timeouts,
 )
+from weightsync_client.probes import Probes
 from weightsync_client.pull import PulledTensor
 from weightsync_client.push.session import PushHandle
 from weightsync_client.push_reasons import Fallback, Streamed, TransferPath
@@ -139,6 +141,11 @@ __all__ = [
     "FleetOrder",
     "FleetReport",
     "FleetStatus",
+    "Gate",
+    "GateAction",
+    "GateOutcome",
+    "GateReport",
+    "GateWhen",
     "InvalidError",
     "LayoutCheck",
     "LiveCheck",
@@ -150,6 +157,7 @@ __all__ = [
     "PauseMode",
     "PauseUsed",
     "Phases",
+    "Probes",
     "Progress",
     "PullResult",
     "PulledTensor",

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
@@ -26,6 +26,7 @@ from weightsync_client.errors import (
     UnavailableError,
     from_rpc,
 )
+from weightsync_client.logprob_gap import Versions, logprob_gaps
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
@@ -37,6 +38,7 @@ from weightsync_client.options import (
     Timeouts,
     check_options,
 )
+from weightsync_client.probes import Probes
 from weightsync_client.pull import PulledTensor
 from weightsync_client.push.session import PushHandle
 from weightsync_client.rpc import calls
@@ -266,11 +268,29 @@ class AsyncClient:
         """Tell what the server's fleet has decided, and where its members are."""
         return await self._invoke(calls.fleet_status(await self.model(), self._link.timeouts))
 
-    async def verify(self, version: int = 0, *, engine: str = "") -> types.Verification:
-        """Prove what every rank serves, from its live parameters; `engine` names one engine."""
+    async def verify(
+        self, version: int = 0, *, engine: str = "", score: bool = False
+    ) -> types.Verification:
+        """Prove what every rank serves, from its live parameters; see `Client.verify`."""
+        model, timeouts = await self.model(), self._link.timeouts
         return await self._invoke(
-            calls.verify_version(await self.model(), version, self._link.timeouts, engine)
+            calls.verify_version(model, version, timeouts, engine, score=score)
         )
+
+    async def report_logprobs(
+        self,
+        versions: Versions | Sequence[Versions],
+        served: Any,
+        own: Any,
+        *,
+        trained_version: int = 0,
+    ) -> int:
+        """Report how far log probabilities are from the trainer's; see `Client.report_logprobs`."""
+        gaps = logprob_gaps(versions, served, own)
+        model, timeouts = await self.model(), self._link.timeouts
+        for call in calls.report_logprobs(model, trained_version, gaps, timeouts):
+            await self._invoke(call)
+        return sum(gap.tokens for gap in gaps)
 
     async def applies(self, last: int = 20, *, version: int = 0) -> list[types.ApplyRecord]:
         """List the last applies, newest first; as `Client.applies`."""
@@ -301,6 +321,12 @@ class AsyncClient:
         """Tell one version; 0: the live one."""
         call = calls.get_version(await self.model(), version, self._link.timeouts)
         return (await self._invoke(call))[0]
+
+    async def probes(self, version: int = 0) -> Probes | None:
+        """Return the probes that a version (0: the live one) came with; None: it has none."""
+        return await self._invoke(
+            calls.get_probes(await self.model(), version, self._link.timeouts)
+        )
 
     async def watch(self) -> AsyncGenerator[types.VersionChange, None]:
         """Yield the present state of every version, then each change; see `Client.watch`."""

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -27,6 +27,7 @@ from weightsync_client.errors import (
     invalid,
     typed_errors,
 )
+from weightsync_client.logprob_gap import Versions, logprob_gaps
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     SHARD_BYTES,
@@ -39,6 +40,7 @@ from weightsync_client.options import (
     Timeouts,
     check_options,
 )
+from weightsync_client.probes import Probes
 from weightsync_client.pull import PulledTensor, Puller
 from weightsync_client.push.policy import PushPolicy
 from weightsync_client.push.push_history import PushHistory
@@ -309,14 +311,51 @@ class Client:
         """Tell what the server's fleet has decided, and where its members are."""
         return self._invoke(calls.fleet_status(self.model, self._link.timeouts))
 
-    def verify(self, version: int = 0, *, engine: str = "") -> types.Verification:
+    def verify(
+        self, version: int = 0, *, engine: str = "", score: bool = False
+    ) -> types.Verification:
         """Prove what every rank serves, from its live parameters.
 
         Args:
             version: What should be live; 0: what the server believes to be live.
             engine: Name of one engine; empty: all that serve.
+            score: Whether each engine scores the probes of its version too, beside generation; see
+                `EngineProof.gate`.
         """
-        return self._invoke(calls.verify_version(self.model, version, self._link.timeouts, engine))
+        timeouts = self._link.timeouts
+        return self._invoke(
+            calls.verify_version(self.model, version, timeouts, engine, score=score)
+        )
+
+    def report_logprobs(
+        self,
+        versions: Versions | Sequence[Versions],
+        served: Any,
+        own: Any,
+        *,
+        trained_version: int = 0,
+    ) -> int:
+        """Report how far log probabilities of generated tokens are from the trainer's own.
+
+        They are summed here and shown as the metric `weightsync_logprob_gap`. Tokens that may have
+        been computed with keys of an older version are left out. Return how many were counted.
+
+        Args:
+            versions: What made the tokens: a version, or what `versions_of` says of the answer; for
+                several sequences a list, or one version, or a `Spans` with as many choices.
+            served: The log probability of each token as it came with the answer: a list or a
+                tensor, or for several sequences a list of them.
+            own: The trainer's own, of the same tokens, at the temperature of the answer.
+            trained_version: The version whose weights they were computed with; 0: the newest
+                committed one.
+
+        Raises:
+            InvalidError: Lengths differ, or a log probability is no finite number.
+        """
+        gaps = logprob_gaps(versions, served, own)
+        for call in calls.report_logprobs(self.model, trained_version, gaps, self._link.timeouts):
+            self._invoke(call)
+        return sum(gap.tokens for gap in gaps)
 
     def applies(self, last: int = 20, *, version: int = 0) -> list[types.ApplyRecord]:
         """List the last applies of the server's engines, newest first, with who asked for them.
@@ -350,6 +389,10 @@ class Client:
     def get_version(self, version: int = 0) -> types.Version:
         """Tell one version; 0: the live one."""
         return self._invoke(calls.get_version(self.model, version, self._link.timeouts))[0]
+
+    def probes(self, version: int = 0) -> Probes | None:
+        """Return the probes that a version (0: the live one) came with; None: it has none."""
+        return self._invoke(calls.get_probes(self.model, version, self._link.timeouts))
 
     def watch(self) -> Generator[types.VersionChange, None, None]:
         """Yield the present state of every version, then each change, until it is closed.

@@ -140,6 +140,7 @@ CALLS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "DeleteVersion": ("the deletion", "delete"),
         "PullWeights": ("the pull", "pull"),
         "VerifyVersion": ("the verification", "verify"),
+        "ReportLogprobs": ("the report of log probabilities", ""),
         "ListApplies": ("the query for the applies", "applies"),
         "GetStatus": ("the query for the status", "status"),
         "GetFleetStatus": ("the query for the state of the fleet", "fleet status"),

@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from weightsync.backoff import backoff_s
 from weightsync_client.types import CacheMode, EngineOrder, FleetOrder, PauseMode
+
+if TYPE_CHECKING:
+    from weightsync_client.gate import Gate
+    from weightsync_client.probes import Probes
 
 #: Where weightsync-server listens by default.
 DEFAULT_ADDRESS = "127.0.0.1:50551"
@@ -126,6 +130,9 @@ class PushOptions(TypedDict, total=False):
             written into its memory, which is several times as fast, and those on a GPU are copied
             by the server; "write": they are written, too, so that the server compares digests that
             were computed here (`Version.trainer_verified`); "never": always send them.
+        probes: Sequences and the trainer's log probabilities of their tokens, which the gate of an
+            apply scores on the engine (`Gate`); kept with the version. Of several processes that
+            push, writer 0 alone sends them.
     """
 
     version: int
@@ -147,6 +154,7 @@ class PushOptions(TypedDict, total=False):
     dtype: str
     check_finite: bool
     same_host: str
+    probes: Probes
 
 
 class PauseChoices(TypedDict, total=False):
@@ -230,14 +238,16 @@ class ApplyOptions(PauseChoices, EngineChoices, total=False):
     Attributes:
         dry_run: Check and plan everything, change nothing.
         require_durable: False: a staged version may be applied before it is durable.
-        clear_rejected: True: a rejected version is accepted again; needs the admin role.
+        clear_rejected: True: a rejected or held version is accepted again; needs the admin role.
         prepare_timeout_s: Longest preparation; server default 300.
+        gate: Whether the version's probes are scored, and what a bad score means; default `Gate()`.
     """
 
     dry_run: bool
     require_durable: bool
     clear_rejected: bool
     prepare_timeout_s: float
+    gate: Gate
 
 
 def check_options(method: str, options: Mapping[str, object], kind: type[object]) -> None:

@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from weightsync_client.gate import GateReport
 from weightsync_client.push_reasons import Fallback, Streamed, TransferPath
 
 
@@ -129,6 +130,8 @@ class RunningPhase(enum.StrEnum):
     WAIT = enum.auto()
     #: The apply has failed, and the engine goes back to the version before.
     RESTORE = enum.auto()
+    #: The probes of the version are scored.
+    SCORE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,7 @@ class EngineStatus:
         running_apply: How far that apply is; None: there is none, or it is a trainer's transaction.
         cache_key: Name under which vLLM caches keys of what is live, the cache salt of a request
             without one; empty: keys are not kept apart by version.
+        gate: What the last gate has shown since the server started; None: there was none.
     """
 
     state: EngineState
@@ -191,6 +195,7 @@ class EngineStatus:
     last_seen: datetime | None = None
     running_apply: RunningApply | None = None
     cache_key: str = ""
+    gate: GateReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +208,8 @@ class EngineProof:
     ranks: tuple[RankResult, ...]
     absent: str = ""
     """Why it was not asked: it serves nothing, and counts for nothing in the whole."""
+    gate: GateReport | None = None
+    """What scoring its probes has shown, where that was asked for."""
 
 
 class Durability(enum.StrEnum):
@@ -225,12 +232,13 @@ class Residency(enum.StrEnum):
 
 
 class Serving(enum.StrEnum):
-    """Whether the engine serves a version."""
+    """Whether the engine serves a version; HELD: its gate kept it from that."""
 
     UNSPECIFIED = enum.auto()
     NO = enum.auto()
     LIVE = enum.auto()
     REJECTED = enum.auto()
+    HELD = enum.auto()
 
 
 class PauseMode(enum.StrEnum):
@@ -344,7 +352,7 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """How long each phase of an apply took."""
+    """How long each phase of an apply took; `score_s` is that of the gate in the pause."""
 
     prepare_s: float
     pause_s: float
@@ -352,6 +360,7 @@ class Phases:
     verify_s: float
     resume_s: float
     paused_total_s: float
+    score_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +397,8 @@ class ApplyReport:
     `plan` is set for a dry run, `previous_version` 0 means none, and `durability` is RECEIVING when
     a version was applied before its commit, as the caller had asked. Of several engines `ranks` is
     empty, bytes are sums, times those of the slowest; `engines` has what became of each engine of
-    the host, or of the one that was named.
+    the host, or of the one that was named. `gate` is what scoring its probes has shown, None if
+    they were not scored.
     """
 
     apply_id: str
@@ -404,6 +414,7 @@ class ApplyReport:
     durability: Durability = Durability.UNSPECIFIED
     strategy: ApplyStrategy = ApplyStrategy.UNSPECIFIED
     engines: tuple[EngineReport, ...] = ()
+    gate: GateReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,6 +509,8 @@ class ApplyRecord:
         slowest: The slowest rank; None: as `phases`.
         engines: Each engine that took part, or why it did not.
         times: How often in a row the caller was answered the same, without any change.
+        gate: What scoring its probes has shown, also where that undid the apply; None: they were
+            not scored.
     """
 
     number: int
@@ -523,6 +536,7 @@ class ApplyRecord:
     slowest: SlowestRank | None
     engines: tuple[EngineReport, ...]
     times: int
+    gate: GateReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,6 +557,7 @@ class Version:
         live_check: Whether its live parameters were compared as a whole.
         live_check_time: When they were.
         client_run: The client run that pushed it; empty: unknown, or it was not pushed.
+        probe_count: Sequences that the gate of an apply scores; 0: it came without probes.
     """
 
     model: str
@@ -571,6 +586,7 @@ class Version:
     live_check_time: datetime | None = None
     layout_check: LayoutCheck = LayoutCheck.UNSPECIFIED
     client_run: str = ""
+    probe_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

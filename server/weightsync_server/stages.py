@@ -48,6 +48,7 @@ from weightsync_server.model import Model, open_model
 from weightsync_server.nodes import NodeServicer
 from weightsync_server.ops.disk_watch import DiskWatch
 from weightsync_server.ops.durable_files import StateLock
+from weightsync_server.ops.logprob_gaps import LogprobGaps
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.traces import SpanMaker, refusing_variables
@@ -179,7 +180,9 @@ async def open_versions(ground: GroundBundle, stack: contextlib.AsyncExitStack) 
     same_host = _serve_same_host(ground, model, pushes, stack)
     disks = _watch_disks(ground, stack)
     origin = ground.settings.replica.url
-    return VersionBundle(model, pushes, disks, same_host, ground.ingesters.endpoints, origin)
+    logprobs = LogprobGaps(ground.settings.name, ground.metrics.registry)
+    endpoints = ground.ingesters.endpoints
+    return VersionBundle(model, pushes, disks, logprobs, same_host, endpoints, origin)
 
 
 async def _open_model(ground: GroundBundle, stack: contextlib.AsyncExitStack) -> Model:

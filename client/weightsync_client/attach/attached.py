@@ -35,6 +35,7 @@ from weightsync_client.attach.live_tensors import (
 from weightsync_client.attach.transaction import InPlaceTransaction, Writing
 from weightsync_client.errors import UnavailableError, invalid, refuse, typed_errors
 from weightsync_client.options import PauseChoices, check_options
+from weightsync_client.probes import Probes
 from weightsync_client.source.flat_parameters import TrainerRanks
 from weightsync_client.source.sharded_tensors import is_sharded
 
@@ -194,7 +195,12 @@ class Attached(Mapping[str, torch.Tensor]):
                 yield WrittenBox(name, part.view[here], tensor[there])
 
     def transaction(
-        self, *, lease_s: float = 60.0, background: bool = False, **pause: Unpack[PauseChoices]
+        self,
+        *,
+        lease_s: float = 60.0,
+        background: bool = False,
+        probes: Probes | None = None,
+        **pause: Unpack[PauseChoices],
     ) -> InPlaceTransaction:
         """Pause the engine while this is written; see `InPlaceTransaction`.
 
@@ -206,13 +212,14 @@ class Attached(Mapping[str, torch.Tensor]):
             background: Whether the block ends once the engine generates again, and what is live is
                 pushed meanwhile by another thread, which reads these tensors. `result` waits for
                 that, as the next transaction and `close` do, and reports its outcome.
+            probes: Kept with the version, as of a push; nothing scores them before it is live.
             **pause: See `PauseChoices`; not "between_steps".
 
         Raises:
             TypeError: There is no such option.
         """
         check_options("transaction", pause, PauseChoices)
-        return self._begun(lease_s, pause, background=background)
+        return self._begun(lease_s, pause, probes, background=background)
 
     def update(
         self,
@@ -220,6 +227,7 @@ class Attached(Mapping[str, torch.Tensor]):
         *,
         lease_s: float = 60.0,
         background: bool = False,
+        probes: Probes | None = None,
         **pause: Unpack[PauseChoices],
     ) -> InPlaceTransaction:
         """Have the engine serve a trainer's tensors, copied from where they lie into its memory.
@@ -239,6 +247,7 @@ class Attached(Mapping[str, torch.Tensor]):
                 that is tied to another of them, and that the checkpoint has not, is left out.
             lease_s: As of `transaction`.
             background: As of `transaction`; the same in all processes.
+            probes: As of `transaction`.
             **pause: As of `transaction`.
 
         Raises:
@@ -249,11 +258,12 @@ class Attached(Mapping[str, torch.Tensor]):
         """
         check_options("update", pause, PauseChoices)
         tensors = without_ties(tensors, self.boxes.keys())
-        transaction = self._begun(lease_s, pause, background=background, source=tensors)
+        transaction = self._begun(lease_s, pause, probes, background=background, source=tensors)
         if any(map(is_sharded, tensors.values())):
             check_joined()
             pushers = self._ranks_that_push() if background else None
-            update_together(self, transaction, tensors, self._writing.push, pushers)
+            push = self._writing.with_probes(probes).push
+            update_together(self, transaction, tensors, push, pushers)
             return transaction
         self.check_complete({name: kind_of(name, tensor) for name, tensor in tensors.items()})
         # Found before the engine stands still for them.
@@ -274,12 +284,13 @@ class Attached(Mapping[str, torch.Tensor]):
         self,
         lease_s: float,
         pause: PauseChoices,
+        probes: Probes | None,
         *,
         background: bool,
         source: Mapping[str, Any] | None = None,
     ) -> InPlaceTransaction:
         self._transaction = InPlaceTransaction(
-            self._writing,
+            self._writing.with_probes(probes),
             self,
             lease_s,
             pause,

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -21,6 +22,7 @@ from weightsync.v1 import attach_pb2_grpc
 from weightsync_client import types
 from weightsync_client.errors import ClientError, from_rpc, invalid, refuse
 from weightsync_client.options import PauseChoices
+from weightsync_client.probes import Probes, check_probes
 from weightsync_client.rpc import calls
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.convert import to_report
@@ -37,6 +39,11 @@ class Writing:
     link: Link
     channel: grpc.Channel
     push: Callable[..., object]
+
+    def with_probes(self, probes: Probes | None) -> Writing:
+        """Return the same with a push that sends probes as well; refuses what are none."""
+        check_probes(probes)
+        return self if probes is None else replace(self, push=partial(self.push, probes=probes))
 
     def open(self, steps: Iterator[pb.WriteInPlaceRequest]) -> Any:
         """Open WriteInPlace with these messages."""

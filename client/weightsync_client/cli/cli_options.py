@@ -224,6 +224,7 @@ _COMMANDS = {
     "with base=": "with --keep",
     r"give pause\.wait_timeout": "give --wait-timeout",
     "use order ROLLING": "use --order rolling",
+    "push with probes=": "push with --probes",
 }
 
 

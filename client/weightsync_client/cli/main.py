@@ -59,6 +59,7 @@ for command in (
     version_commands.watch,
     version_commands.pull,
     version_commands.verify,
+    version_commands.gate,
     version_commands.diff,
     version_commands.status,
     version_commands.applies,

@@ -11,6 +11,7 @@ from typing import Any
 
 from weightsync_client import types
 from weightsync_client.cli.cli_options import as_commands, echo
+from weightsync_client.gate import GateOutcome, GateReport
 from weightsync_client.push_reasons import TransferPath
 
 #: What people call the phases of an apply.
@@ -22,6 +23,7 @@ PHASES = {
     types.RunningPhase.RESUME: "resume",
     types.RunningPhase.WAIT: "waiting for other engines or the fleet",
     types.RunningPhase.RESTORE: "going back to the version before",
+    types.RunningPhase.SCORE: "scoring probes",
 }
 #: Characters of a version's metadata on a line.
 _METADATA = 80
@@ -111,6 +113,8 @@ def _loader(rank: types.RankResult, loader: types.LoaderStatus, indent: str) -> 
 
 def show_apply(report: types.ApplyReport) -> None:
     _outcome(report)
+    if report.gate is not None:
+        echo(gate_line(report.gate))
     if len(report.engines) > 1:
         _engine_reports(report.engines)
     elif _changed(report):
@@ -130,6 +134,8 @@ def _engine_reports(engines: tuple[types.EngineReport, ...]) -> None:
         paused = f", paused {report.phases.paused_total_s * 1e3:.1f} ms"
         outcome = report.outcome.value.replace("_", " ")
         echo(f"  engine {one.engine}: {outcome}{paused if _changed(report) else ''}")
+        if report.gate is not None:
+            echo(f"    {gate_line(report.gate)}")
         if _changed(report):
             _ranks(report.ranks, "    ")
 
@@ -160,6 +166,75 @@ def _outcome(report: types.ApplyReport) -> None:
     )
 
 
+def gate_line(gate: GateReport) -> str:
+    """Return what scoring has shown, as one line."""
+    outcome = gate.outcome.replace("_", " ")
+    reason = f": {as_commands(gate.reason)}" if gate.reason else ""
+    line = f"gate {gate.when} {outcome}{reason}; {gate.probes} probes in {_ms(gate.took_s)}"
+    if gate.tokens:
+        floor = f", median {gate.floor_k3:.2g}" if gate.floor_k3 else ""
+        line += (
+            f"; k3 {gate.k3:.2g} (limit {gate.k3_limit:.2g}{floor}) over {gate.tokens} tokens, "
+            f"|d| {gate.mean_abs:.2g}, at most {gate.max_abs:.2g}"
+        )
+    if gate.step_k3 is not None:
+        limit = f" (limit {gate.step_k3_limit:.2g})" if gate.step_k3_limit else ""
+        line += f"; step k3 {gate.step_k3:.2g}{limit}"
+    if gate.nan:
+        line += f"; {gate.nan} are no numbers"
+    bad = gate.outcome is not GateOutcome.PASSED and gate.probes
+    return f"{line}; worst probe {gate.worst_probe}" if bad else line
+
+
+_GATES = (
+    "engine", "version", "outcome", "k3", "limit", "median", "|d|", "max |d|", "step k3", "tokens",
+    "NaN", "probes", "worst", "took", "why",
+)  # fmt: skip
+
+
+def show_gates(result: types.Verification) -> None:
+    """Print one line for each engine."""
+    if not result.engines:
+        # Of an older server, which scores nothing.
+        show_verification(result)
+        return
+    rows = [_gate_row(one) for one in result.engines]
+    _table([_GATES, *rows])
+
+
+def _gate_row(one: types.EngineProof) -> tuple[str, ...]:
+    gate = one.gate
+    holds = "" if one.verified or one.absent else f"a rank does NOT hold version {one.version}"
+    if gate is None:
+        why = one.absent or holds or "it has no probes; push with probes="
+        return (one.engine, str(one.version or "-"), *["-"] * 12, as_commands(why))
+    compared = gate.tokens > 0
+    return (
+        one.engine,
+        str(gate.version),
+        gate.outcome.replace("_", " "),
+        f"{gate.k3:.2g}" if compared else "-",
+        f"{gate.k3_limit:.2g}" if compared else "-",
+        f"{gate.floor_k3:.2g}" if gate.floor_k3 else "-",
+        f"{gate.mean_abs:.2g}" if compared else "-",
+        f"{gate.max_abs:.2g}" if compared else "-",
+        f"{gate.step_k3:.2g}" if gate.step_k3 is not None else "-",
+        str(gate.tokens),
+        str(gate.nan),
+        str(gate.probes),
+        str(gate.worst_probe),
+        _ms(gate.took_s),
+        as_commands("; ".join(filter(None, (holds, gate.reason)))),
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        echo("  ".join(cells).rstrip())
+
+
 def show_verification(result: types.Verification) -> None:
     if len(result.engines) > 1:
         for one in result.engines:
@@ -179,8 +254,10 @@ def _verdict(proof: types.Verification | types.EngineProof) -> str:
 
 def _state(version: types.Version) -> str:
     words = [version.durability.value, version.residency.value]
-    if version.serving in (types.Serving.LIVE, types.Serving.REJECTED):
+    if version.serving in (types.Serving.LIVE, types.Serving.REJECTED, types.Serving.HELD):
         words.append(version.serving.value)
+    if version.probe_count:
+        words.append(f"{version.probe_count} probes")
     if version.pinned:
         words.append("pinned")
     if version.layout_check is types.LayoutCheck.UNCHECKED:
@@ -218,7 +295,7 @@ def show_version(version: types.Version, note: str = "") -> None:
 
 _APPLIES = (
     "number", "began (UTC)", "what", "version", "result", "paused", "took", "written", "by",
-    "slowest rank", "asked by", "why",
+    "gate", "slowest rank", "asked by", "why",
 )  # fmt: skip
 
 
@@ -226,11 +303,7 @@ def show_applies(applies: list[types.ApplyRecord]) -> None:
     if not applies:
         echo("no apply is recorded")
         return
-    rows = [_APPLIES, *map(_apply_row, applies)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        echo("  ".join(cells).rstrip())
+    _table([_APPLIES, *map(_apply_row, applies)])
 
 
 def _apply_row(record: types.ApplyRecord) -> tuple[str, ...]:
@@ -249,14 +322,26 @@ def _apply_row(record: types.ApplyRecord) -> tuple[str, ...]:
         f"{record.took_s:.2f} s",
         size(record.written_bytes) if done else "-",
         record.strategy.value if done else "-",
-        f"{slowest.rank} of {slowest.engine}, {_ms(slowest)}" if slowest else "-",
+        _gate_cell(record.gate),
+        f"{slowest.rank} of {slowest.engine}, {_slowest_ms(slowest)}" if slowest else "-",
         record.requested_by,
         as_commands(record.reason or record.cause),
     )
 
 
-def _ms(rank: types.SlowestRank) -> str:
-    return f"{(rank.commit_s + rank.verify_s) * 1e3:.1f} ms"
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _slowest_ms(rank: types.SlowestRank) -> str:
+    return _ms(rank.commit_s + rank.verify_s)
+
+
+def _gate_cell(gate: GateReport | None) -> str:
+    if gate is None:
+        return "-"
+    compared = f", k3 {gate.k3:.2g}" if gate.tokens else ""
+    return f"{gate.outcome.replace('_', ' ')}{compared}"
 
 
 def _result(record: types.ApplyRecord) -> str:
@@ -375,6 +460,8 @@ def _engine(engine: types.EngineStatus, name: str, indent: str) -> None:
     echo(f"  engine{name} {engine.state}{reason} {engine.kind}{vllm}")
     for warning in engine.warnings:
         echo(f"{indent}WARNING {warning}")
+    if engine.gate is not None:
+        echo(f"{indent}last {gate_line(engine.gate)}, of version {engine.gate.version}")
     _ranks(engine.ranks, indent)
 
 

@@ -1,4 +1,4 @@
-"""Commands about versions: versions, watch, pull, verify, status, applies, pin, delete, diff."""
+"""Commands about versions: what there is, what is live and proved, what changed."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from weightsync_client.cli.cli_options import (
     escaped,
 )
 from weightsync_client.errors import refuse
+from weightsync_client.gate import GateOutcome
 from weightsync_client.options import DEFAULT_ADDRESS, SHARD_BYTES
 from weightsync_client.source.source import Source, make_source
 
@@ -106,6 +107,26 @@ def verify(
     else:
         render.show_verification(result)
     if not result.verified:
+        raise typer.Exit(ExitCode.DATA)
+
+
+def gate(
+    version: _Version = 0,
+    *,
+    engine: EngineName = "",
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    json: Json = False,
+) -> None:
+    """Score the probes of what is live, beside generation, and prove it.
+
+    Exit code 6: a score is over its limit, or a rank serves something else.
+    """
+    with connect(address, model) as client:
+        result = client.verify(version, engine=engine, score=True)
+    render.show_json(result) if json else render.show_gates(result)
+    scored = [one.gate for one in result.engines if one.gate is not None]
+    if not result.verified or any(one.outcome is not GateOutcome.PASSED for one in scored):
         raise typer.Exit(ExitCode.DATA)
 
 

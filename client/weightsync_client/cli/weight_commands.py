@@ -27,6 +27,7 @@ from weightsync_client.cli.cli_options import (
     set_pause,
 )
 from weightsync_client.errors import invalid
+from weightsync_client.gate import Gate, GateAction, GateWhen
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
@@ -34,6 +35,7 @@ from weightsync_client.options import (
     PushOptions,
     RollbackOptions,
 )
+from weightsync_client.probes import Probes
 from weightsync_client.push.session import NOTHING_SENT
 
 _GOES_ON = "the server continues: `weightsync status` shows what is live"
@@ -107,6 +109,12 @@ def push(
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Refuse tensors with NaN or infinity.")
     ] = False,
+    probes: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that Probes.save has written: sequences that the gate of an apply scores."
+        ),
+    ] = None,
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
@@ -132,6 +140,8 @@ def push(
         )
     if partial:
         options |= PushOptions(partial=True, base=keep)
+    if probes is not None:
+        options["probes"] = Probes.load(probes)
     if key:
         options["idempotency_key"] = key
     with (
@@ -165,7 +175,43 @@ def apply(
         bool, typer.Option("--allow-not-durable", help="Apply it even before it is durable.")
     ] = False,
     clear_rejected: Annotated[
-        bool, typer.Option("--clear-rejected", help="Accept a rejected version again.")
+        bool, typer.Option("--clear-rejected", help="Accept a rejected or held version again.")
+    ] = False,
+    accept: Annotated[
+        bool,
+        typer.Option(
+            "--accept",
+            help="Accept what a gate refused: --clear-rejected, and --on-fail report unless given.",
+        ),
+    ] = False,
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            help="Score the version's probes: auto, off, before (in the pause) or after it.",
+            show_default="auto",
+        ),
+    ] = None,
+    on_fail: Annotated[
+        str | None,
+        typer.Option(
+            help="A version over a limit: roll_back (and reject it), hold (go back, keep it) or "
+            "report.",
+            show_default="roll_back",
+        ),
+    ] = None,
+    k3_limit: Annotated[
+        float | None,
+        typer.Option(help="Largest k3 to the trainer.", show_default="8 times that of versions"),
+    ] = None,
+    step_k3_limit: Annotated[
+        float | None,
+        typer.Option(help="Largest k3 to the version before.", show_default="none"),
+    ] = None,
+    gate_time: Annotated[
+        float | None, typer.Option(help="Longest scoring, in seconds.", show_default="5")
+    ] = None,
+    gate_all: Annotated[
+        bool, typer.Option("--gate-all", help="Every engine scores, not the first alone.")
     ] = False,
     prepare_timeout: Annotated[
         float | None, typer.Option(help="Longest prepare, in seconds.")
@@ -181,8 +227,21 @@ def apply(
 ) -> None:
     """Make a version live. Every rank proves it, or nothing changes."""
     options = ApplyOptions(
-        dry_run=dry_run, require_durable=not allow_not_durable, clear_rejected=clear_rejected
+        dry_run=dry_run,
+        require_durable=not allow_not_durable,
+        clear_rejected=clear_rejected or accept,
     )
+    chosen = Gate(
+        gate or GateWhen.AUTO,
+        on_fail or (GateAction.REPORT if accept else GateAction.ROLL_BACK),
+        k3_limit,
+        step_k3_limit,
+        gate_time,
+        gate_all,
+    )
+    if chosen != Gate():
+        # An older server refuses any.
+        options["gate"] = chosen
     set_pause(options, pause, cache, wait_timeout, after_wait, key)
     _set_engines(options, engine, order, max_unavailable)
     if prepare_timeout is not None:

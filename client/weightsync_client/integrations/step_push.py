@@ -19,6 +19,7 @@ from weightsync_client.access import Access
 from weightsync_client.client import Client
 from weightsync_client.errors import ClientError, NotFoundError, invalid
 from weightsync_client.options import ApplyOptions, PushOptions, Retry, Timeouts, check_options
+from weightsync_client.probes import Probes, check_probes
 from weightsync_client.rpc.validate import metadata, text
 from weightsync_client.source.flat_parameters import TrainerRanks
 from weightsync_client.source.source import PushSource
@@ -35,6 +36,8 @@ class StepOptions:
     Attributes:
         push: Of `Client.push`, but for those that each step has one of its own of.
         apply: Of `Client.apply`, but for the key; None: versions are pushed and not applied.
+        probes: Sequences of token ids, of which each step is pushed with what its model computes
+            (`Probes.of`); None: with none, or with those of `push`.
 
     Raises:
         TypeError: There is no such option.
@@ -43,11 +46,20 @@ class StepOptions:
 
     push: PushOptions = field(default_factory=PushOptions)
     apply: ApplyOptions | None = None
+    probes: Iterable[Any] | None = None
 
     def __post_init__(self) -> None:
         check_options("push", self.push, PushOptions)
         check_options("apply", self.apply or {}, ApplyOptions)
         metadata(self.push.get("metadata", {}))
+        check_probes(given := self.push.get("probes"))
+        if self.probes is not None:
+            # They may be read once only, and are wrong before the first step or never.
+            object.__setattr__(self, "probes", Probes(self.probes).tokens)
+        if given is not None and (self.probes is not None or any(given.logprobs)):
+            raise invalid(
+                "give sequences alone for all steps: the logprobs of probes are those of one step",
+            )
         for name in _PER_STEP:
             if name in self.push or name in (self.apply or {}):
                 raise invalid(
@@ -105,6 +117,7 @@ def push_step(
     """
     # Of the ranks of a trainer this one alone pushes: parts of tensors are refused at once.
     pushing = {**_with_metadata(options, _step_labels(step, run_id)), "writers": 1}
+    pushing |= _probes(options, source)
     push = functools.partial(_push_once, client, source, f"{run_id}/{step}", pushing)
     if options.apply is None:
         return _measured(push, None, "")
@@ -137,6 +150,7 @@ def push_part(
         ClientError: Of the push or the apply, on all ranks; a note says so if the version exists.
     """
     pushing = {**_with_metadata(options, _step_labels(step, run_id)), "step": step}
+    pushing |= _probes(options, source)
     push = functools.partial(client.push, source, idempotency_key=ranks.next_key(), **pushing)
     together = functools.partial(ranks.together, push)
     if options.apply is None:
@@ -151,6 +165,14 @@ def push_part(
 
 def _step_labels(step: int, run_id: str) -> dict[str, str]:
     return {"run_id": run_id, "step": str(step)}
+
+
+def _probes(options: StepOptions, source: PushSource) -> dict[str, Any]:
+    """Return, as an option of its push, what the model of a step computes for its probes."""
+    if options.probes is None:
+        return {}
+    model: Any = source
+    return {"probes": Probes.of(model, options.probes)}
 
 
 def _with_metadata(options: StepOptions, ours: Mapping[str, str]) -> dict[str, Any]:

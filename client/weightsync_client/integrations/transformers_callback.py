@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, Unpack
 
 from transformers import TrainerCallback
@@ -65,6 +65,9 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
         apply: True: apply each version; or with which options.
         push: Options of the push; its metadata is kept in addition to `run_id` and `step`, and
             should not change when a run is resumed.
+        probes: Sequences of token ids, 1 to 64 of 2 to 512, which each version brings along with
+            the log probabilities that the model computes for them (`Probes.of`), and which the gate
+            of an apply scores.
         on_error: "raise" (default): an error of a push or an apply ends the training; "log": it is
             logged as a warning, and the training goes on.
         run_id: Name of the training run; default: a new one, kept in checkpoints.
@@ -83,13 +86,14 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
         every: int = 1,
         apply: bool | ApplyOptions = False,
         push: PushOptions | None = None,
+        probes: Iterable[Any] | None = None,
         on_error: Literal["raise", "log"] = "raise",
         run_id: str = "",
         **options: Unpack[ClientOptions],
     ) -> None:
         self._client = AdapterClient("WeightSyncCallback", server, options, on_error, logger)
         self._every = whole_number("every", every, 1)
-        self._step_options = StepOptions(push or PushOptions(), apply_options(apply))
+        self._step_options = StepOptions(push or PushOptions(), apply_options(apply), probes)
         self._given_run_id = text("run_id", run_id)
         self._run_id = ""
         self._ranks: TrainerRanks | None = None

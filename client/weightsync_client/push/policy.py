@@ -14,6 +14,7 @@ from weightsync.errors import Reason
 from weightsync.wire.grpc_channels import is_private
 from weightsync_client.errors import ClientError, invalid, refuse, typed_errors
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
+from weightsync_client.probes import check_probes
 from weightsync_client.push.push_request import (
     RequestTemplate,
     base_of_part,
@@ -120,6 +121,7 @@ class PushPolicy:
         self._compress = _choice("compress", options.get("compress", "auto"), allowed)
         _choice("dtype", options.get("dtype", "auto"), ("auto", "exact", "keep"))
         flag("check_finite", options.get("check_finite", False))
+        check_probes(options.get("probes"))
         _choice("same_host", options.get("same_host", "auto"), ("auto", "write", "never"))
         self._link = link
         self._invoke = invoke

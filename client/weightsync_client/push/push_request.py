@@ -114,7 +114,7 @@ def check_part(options: PushOptions) -> None:
 def _wanted(
     options: PushOptions, history: PushHistory, invoke: Invoke, timeouts: Timeouts, model: str
 ) -> int:
-    """Return the caller's base, else this client's last one unless rejected, else 0 (live)."""
+    """Return the caller's base, else this client's last one unless refused, else 0 (live)."""
     if wanted := options.get("base", 0):
         return wanted
     if history.committed:
@@ -124,7 +124,7 @@ def _wanted(
             if error.reason is not Reason.VERSION_UNKNOWN:
                 raise
         else:
-            if version.serving is Serving.REJECTED:
+            if version.serving in (Serving.REJECTED, Serving.HELD):
                 return 0
     return history.committed
 
@@ -142,9 +142,9 @@ def base_of_part(
 ) -> BaseVersion:
     """Return the version whose tensors stay where the push has none.
 
-    It is the one that the caller names, else the last one that this client has committed and nobody
-    has rejected, else the live one. A copy held here is used. Raises VERSION_UNKNOWN if there is
-    none.
+    It is the one that the caller names, else the last one that this client has committed and that
+    is neither rejected nor held, else the live one. A copy held here is used. Raises
+    VERSION_UNKNOWN if there is none.
     """
     wanted = _wanted(options, history, invoke, timeouts, model)
     copied = history.snapshot.current

@@ -361,7 +361,10 @@ class PushSession:
         self._commit_asked = True
         self._check_cancelled()
         cast = self._source.casting.cast.total
-        reply = self._calls.commit(self._push_id, digest, len(done), cast)
+        probes = self._options.get("probes")
+        # All processes may have them, and one sends them.
+        sent = probes.to_message() if probes and not self._request.writer else None
+        reply = self._calls.commit(self._push_id, digest, len(done), cast, sent)
         if digest and reply.content_digest != digest:
             raise refuse(
                 Reason.DATA_CORRUPT,

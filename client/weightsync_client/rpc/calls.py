@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import secrets
 import socket
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,6 +21,7 @@ from weightsync.v1 import attach_pb2, attach_pb2_grpc
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import types
 from weightsync_client.errors import from_rpc, invalid, refuse
+from weightsync_client.gate import Gate, GateAction, GateWhen
 from weightsync_client.options import (
     ApplyOptions,
     EngineChoices,
@@ -27,6 +29,7 @@ from weightsync_client.options import (
     RollbackOptions,
     Timeouts,
 )
+from weightsync_client.probes import Probes
 from weightsync_client.rpc.convert import from_message, to_report, to_rollback, to_tensor
 from weightsync_client.rpc.validate import flag, seconds, text, whole_number
 
@@ -43,6 +46,9 @@ def client_run() -> str:
 
 T = TypeVar("T")
 _E = TypeVar("_E", bound=enum.StrEnum)
+
+#: Versions of one report of log probabilities.
+_MOST_GAPS = 64
 
 #: The most that a message can carry; no host has so many engines.
 _MOST_UNAVAILABLE = 2**32 - 1
@@ -138,6 +144,34 @@ def begin_in_place(
     )
 
 
+def gate_options(gate: Gate) -> pb.GateOptions:
+    """Return what an apply is asked for; refuses what is no gate, or has no such choice."""
+    if not isinstance(gate, Gate):
+        raise invalid(f"gate is {gate!r}; use Gate(...)")
+    when = _choice(GateWhen, gate.when, "gate.when")
+    action = _choice(GateAction, gate.on_fail, "gate.on_fail")
+    options = pb.GateOptions(
+        when=_number(when) if when is not GateWhen.AUTO else pb.GATE_WHEN_UNSPECIFIED,
+        on_fail=_number(action),
+        k3_limit=_limit("gate.k3_limit", gate.k3_limit),
+        step_k3_limit=_limit("gate.step_k3_limit", gate.step_k3_limit),
+        each_engine=flag("gate.each_engine", gate.each_engine),
+    )
+    if gate.time_limit_s is not None:
+        options.time_limit.CopyFrom(_duration("gate.time_limit_s", gate.time_limit_s))
+    return options
+
+
+def _limit(what: str, value: float | None) -> float:
+    """Return a limit of k3; without one, what the protocol has for none."""
+    if value is None:
+        return 0.0
+    number = float(value) if isinstance(value, (int, float)) else math.nan
+    if isinstance(value, bool) or not 0 < number < math.inf:
+        raise invalid(f"{what} is {value!r}; use a number above 0, or None")
+    return number
+
+
 def made_key(key: str | None) -> str:
     return text("idempotency_key", key or uuid.uuid4().hex)
 
@@ -182,6 +216,8 @@ def apply_version(
     )
     if (durable := options.get("require_durable")) is not None:
         request.require_durable = flag("require_durable", durable)
+    if (gate := options.get("gate")) is not None:
+        request.gate.CopyFrom(gate_options(gate))
     if "prepare_timeout_s" in options:
         prepare_s = _duration("prepare_timeout_s", options["prepare_timeout_s"])
         request.prepare_timeout.CopyFrom(prepare_s)
@@ -292,11 +328,37 @@ def delete_version(model: str, version: int, *, force: bool, timeouts: Timeouts)
     return Call("DeleteVersion", request, timeouts.call_s, _nothing)
 
 
+def get_probes(model: str, version: int, timeouts: Timeouts) -> Call[Probes | None]:
+    request = pb.GetVersionRequest(model=model, version=whole_number("version", version))
+
+    def read(m: pb.GetVersionResponse) -> Probes | None:
+        return Probes.from_message(m.probes) if m.HasField("probes") else None
+
+    return Call("GetVersion", request, timeouts.call_s, read)
+
+
+def report_logprobs(
+    model: str, trained_version: int, gaps: Sequence[pb.LogprobGap], timeouts: Timeouts
+) -> list[Call[None]]:
+    """Return as many calls as the gaps need."""
+    trained = whole_number("trained_version", trained_version)
+    requests = (
+        pb.ReportLogprobsRequest(
+            model=model, trained_version=trained, gaps=gaps[at : at + _MOST_GAPS]
+        )
+        for at in range(0, len(gaps), _MOST_GAPS)
+    )
+    return [Call("ReportLogprobs", request, timeouts.call_s, _nothing) for request in requests]
+
+
 def verify_version(
-    model: str, version: int, timeouts: Timeouts, engine: str = ""
+    model: str, version: int, timeouts: Timeouts, engine: str = "", *, score: bool = False
 ) -> Call[types.Verification]:
     request = pb.VerifyVersionRequest(
-        model=model, version=whole_number("version", version), engine=text("engine", engine)
+        model=model,
+        version=whole_number("version", version),
+        engine=text("engine", engine),
+        score=flag("score", score),
     )
     return Call(
         "VerifyVersion", request, timeouts.apply_s, partial(from_message, types.Verification)

@@ -163,10 +163,13 @@ class RetryingCalls:
         """Return how far a push has come; `stop` takes the place of the `stop` of all calls."""
         return self._persist(calls.get_push(push_id, self.link.timeouts, self._writer), stop)
 
-    def commit(self, push_id: str, digest: str, shards: int, cast: int) -> pb.CommitPushResponse:
+    def commit(
+        self, push_id: str, digest: str, shards: int, cast: int, probes: pb.Probes | None = None
+    ) -> pb.CommitPushResponse:
         """Commit a push of which so many tensors were `cast`.
 
-        `digest` is the content digest of what was sent, or "" if not known.
+        `digest` is the content digest of what was sent, or "" if not known. `probes` are kept with
+        the version.
         """
         request = pb.CommitPushRequest(
             push_id=push_id,
@@ -174,6 +177,7 @@ class RetryingCalls:
             shard_count=shards,
             writer=self._writer,
             cast_tensors=cast,
+            probes=probes,
         )
         return self._persist(calls.commit_push(request, self.link.timeouts))
 

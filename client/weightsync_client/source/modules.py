@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 _INFIXES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 #: Of state that is no tensor of the model, as Transformer Engine keeps it.
 _EXTRA_STATE = "_extra_state"
-#: Wrappers of libraries that may not be there, all of which have the model as `module`.
+#: Wrappers of libraries that may not be there, all of which have the model as `module`; of this
+#: one, `n_averaged` besides.
+_AVERAGED = (("torch.optim.swa_utils", "AveragedModel"),)
 _AROUND = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine"),
-    # Which has, besides, `n_averaged`.
-    ("torch.optim.swa_utils", "AveragedModel"),
+    *_AVERAGED,
 )
 
 
@@ -92,10 +93,22 @@ def plain_name(name: str) -> str:
 
 def unwrapped(module: Any) -> Any:
     """Return the model that whatever takes care of its processes, compiles or averages it wraps."""
+    return _inside(module, _AROUND)
+
+
+def innermost(module: Any) -> Any:
+    """Return the part that computes without other processes wherever this one has all of it.
+
+    It is compiled for no shapes. What gathers parts of other processes stays around it.
+    """
+    return _inside(module, _AVERAGED)
+
+
+def _inside(module: Any, classes: Iterable[tuple[str, str]]) -> Any:
     import torch
 
     around: tuple[type[Any], ...] = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel
-    around += tuple(_loaded(_AROUND))
+    around += tuple(_loaded(classes))
     while isinstance(module, around) or "_orig_mod" in module._modules:  # noqa: SLF001 - torch.compile's
         module = module.module if isinstance(module, around) else module._orig_mod  # noqa: SLF001
     return module

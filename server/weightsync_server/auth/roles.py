@@ -98,6 +98,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_OURS}/ApplyVersion": Rule(_APPLY, changes=True, reserved=(_CLEARING, _FLEET)),
         f"{_OURS}/Rollback": Rule(_APPLY, changes=True, reserved=(_FLEET,)),
         f"{_OURS}/VerifyVersion": Rule(_APPLY | _READ),
+        # It changes what operators are shown.
+        f"{_OURS}/ReportLogprobs": Rule(_PUSHING, changes=True),
         f"{_OURS}/ListVersions": Rule(_ANY | _FOLLOW),
         f"{_OURS}/GetVersion": Rule(_ANY | _FOLLOW),
         f"{_OURS}/GetEngineLayout": Rule(_PUSHING | _READ),

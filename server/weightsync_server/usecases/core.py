@@ -16,6 +16,7 @@ from weightsync_server.fleet_host.fleet_service import FleetService
 from weightsync_server.model import Model
 from weightsync_server.nodes import NodeGroup
 from weightsync_server.ops.disk_watch import DiskWatch
+from weightsync_server.ops.logprob_gaps import LogprobGaps
 from weightsync_server.push import PushService, SameHostOffers
 
 
@@ -31,6 +32,7 @@ class VersionBundle:
     model: Model
     pushes: PushService
     disks: DiskWatch
+    logprobs: LogprobGaps
     same_host: SameHostOffers | None = None
     endpoints: Callable[[Caller], list[str]] = lambda _: []
     origin: str = ""

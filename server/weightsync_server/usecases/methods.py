@@ -11,6 +11,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.caller import UseCase
 from weightsync_server.usecases import (
     attach_calls,
+    logprob_calls,
     pull_calls,
     push_calls,
     serving_calls,
@@ -35,6 +36,7 @@ _USE_CASES: Mapping[str, Callable[[ServerCore, Any, Any], Any]] = {
     APPLY_VERSION: serving_calls.apply_version,
     f"/{_OURS}/Rollback": serving_calls.rollback,
     f"/{_OURS}/VerifyVersion": serving_calls.verify_version,
+    f"/{_OURS}/ReportLogprobs": logprob_calls.report_logprobs,
     LIST_APPLIES: serving_calls.list_applies,
     GET_STATUS: serving_calls.get_status,
     GET_FLEET_STATUS: serving_calls.get_fleet_status,

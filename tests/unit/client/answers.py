@@ -81,6 +81,7 @@ class Upload:
     parcel: dict[int, Shard] = field(default_factory=dict)
     commit: Any = None
     manifest: Any = None
+    probes: Any = None
     aborted: bool = False
 
     def progress(self) -> list[pb.ShardProgress]:
@@ -137,6 +138,8 @@ class Answers(pb_grpc.WeightSyncServicer):
         self.models = ["policy"]
         self.engines: list[pb.EngineReport] = []
         self.applies: list[pb.ApplyRecord] = []
+        #: What every gate shows; None: nothing is scored.
+        self.gate: pb.GateReport | None = None
         self.live = 0
         self.epoch = 0
         #: What the engine holds: dtype and shape by name; None: as of an older server.
@@ -184,6 +187,8 @@ class Answers(pb_grpc.WeightSyncServicer):
             metadata=upload.request.metadata,
         )
         info.commit_time.FromSeconds(1_750_000_000)
+        if upload.probes is not None:
+            info.probe_count = len(upload.probes.probes)
         return info
 
     def ListVersions(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
@@ -219,6 +224,7 @@ class Answers(pb_grpc.WeightSyncServicer):
             version=self._info(upload),
             tensors=page,
             next_page_token=str(begin + size) if more else "",
+            probes=None if begin else upload.probes,
         )
 
     def GetEngineLayout(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
@@ -299,6 +305,8 @@ class Answers(pb_grpc.WeightSyncServicer):
             ranks=[pb.RankResult(rank="0/0/0", version=upload.version)],
         )
         report.phases.paused_total.FromNanoseconds(12_500_000)
+        if self.gate is not None:
+            report.gate.CopyFrom(self.gate)
         if request.dry_run:
             report.plan.bytes = 42
         return pb.ApplyVersionResponse(report=report, engines=self.engines)
@@ -312,7 +320,17 @@ class Answers(pb_grpc.WeightSyncServicer):
     def VerifyVersion(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         self.note("VerifyVersion", request, context)
         version = request.version or self.live
-        return pb.VerifyVersionResponse(verified=version == self.live, version=version)
+        answer = pb.VerifyVersionResponse(verified=version == self.live, version=version)
+        if request.score:
+            proof = pb.EngineProof(
+                engine="e0", verified=answer.verified, version=version, gate=self.gate
+            )
+            answer.engines.append(proof)
+        return answer
+
+    def ReportLogprobs(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
+        self.note("ReportLogprobs", request, context)
+        return pb.ReportLogprobsResponse()
 
     def ListApplies(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         self.note("ListApplies", request, context)

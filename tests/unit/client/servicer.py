@@ -188,6 +188,7 @@ class Servicer(Answers):
                 size_bytes=layout.size,
                 tensor_count=len(layout.tensors),
             )
+            upload.probes = request.probes if request.HasField("probes") else None
             for watcher in self.watchers:
                 watcher.put(upload)
         reply: pb.CommitPushResponse = upload.commit

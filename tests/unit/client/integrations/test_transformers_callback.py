@@ -20,11 +20,14 @@ from transformers import (
 )
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
     Access,
     Client,
     ClientError,
+    Gate,
     InvalidError,
+    Probes,
     Retry,
     Timeouts,
     UnavailableError,
@@ -121,6 +124,20 @@ def make(running: Running, retry: Retry) -> Callable[..., WeightSyncCallback]:
         return WeightSyncCallback(running.address, **{"retry": retry, **options})
 
     return make
+
+
+def test_each_version_brings_what_its_model_computes_for_the_probes(
+    make: Callable[..., WeightSyncCallback], servicer: Servicer, tmp_path: Path
+) -> None:
+    trainer = _trainer(tmp_path, make(every=1, probes=[[1, 2, 3]], apply={"gate": Gate("off")}))
+    expected: list[Probes] = []
+    trainer.add_callback(_At(4, lambda _, model: expected.append(Probes.of(model, [[1, 2, 3]]))))
+    trainer.train()
+    commits = [one.probes for one in servicer.requests if isinstance(one, pb.CommitPushRequest)]
+    found = [Probes.from_message(one) for one in commits]
+    assert len(found) == 5
+    assert found[3] == expected[0]
+    assert found[3] != found[4]
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -32,7 +32,7 @@ ASKING = LOOKING | {"GetStatus", "ListApplies", "GetFleetStatus", "GetTrainStatu
 ASKING |= {"Check", "Watch", "ServerReflectionInfo"}
 APPLYING = ASKING | {"ApplyVersion", "Rollback", "VerifyVersion"}
 PUSHING = {"AcquireEpoch", "BeginPush", "PushWeights", "CommitPush", "AbortPush", "GetPush"}
-PUSHING |= {"GetEngineLayout"}
+PUSHING |= {"GetEngineLayout", "ReportLogprobs"}
 TRAINING = {"Attach", "WriteInPlace", "PullWeights", "Train", "Checkpoint", "CancelTrain"}
 #: What each role may call and no more, written down a second time as well.
 MAY_CALL = {

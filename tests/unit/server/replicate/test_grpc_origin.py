@@ -94,7 +94,8 @@ async def served(origin: World, kind: type[Pulls] = Pulls) -> AsyncIterator[tupl
     first = AuthorityInterceptor(Admission(Endpoint("unix:x", Role.ADMIN), None, MODEL, audit))
     server = grpc.aio.server(options=SERVER_KEEPALIVE, interceptors=[first, pulls])
     # Disks, engines and status are no part of this.
-    core = ServerCore(VersionBundle(origin.model, origin.pushes, nothing), nothing, nothing)
+    versions = VersionBundle(origin.model, origin.pushes, nothing, nothing)
+    core = ServerCore(versions, nothing, nothing)
     add_calls(use_cases(core), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
