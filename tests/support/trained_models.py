@@ -173,7 +173,7 @@ def _wrongly_tied(weights: Weights) -> None:
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
 
 
-_BOTH = {
+_BOTH: dict[str, Callable[[Weights], None]] = {
     "gate and up swapped": _gate_up,
     "two layers swapped": _layers,
     "rows in the order of the other rotary embedding": _rotary,

@@ -145,7 +145,7 @@ def test_each_fault_of_an_export_is_rolled_back_and_never_served(site: _Site) ->
                 assert client.verify().version == live
         assert seen == {str(live)}
         assert site.answer() == (answer, str(live))
-        for version in client.list_versions():
+        for version in client.versions():
             if str(version.version) in refused:
                 assert version.serving == "rejected"
 
