@@ -66,6 +66,7 @@ class DecisionPlan:
         reason: For people; "": nobody said.
         clears: The target's content is accepted again after the COMMIT, if it was rejected.
         traceparent: The span below which participants trace what they do; "": nobody traces it.
+        gate: How participants score the target, in words of theirs; "": as where nobody chooses.
     """
 
     number: int
@@ -81,6 +82,13 @@ class DecisionPlan:
     reason: str = ""
     clears: bool = False
     traceparent: str = ""
+    gate: str = ""
+
+    @property
+    def canaries(self) -> frozenset[str]:
+        """Who scores the target for all others: the first wave, of a barrier the first by name."""
+        first = self.waves[0] if self.waves else ()
+        return frozenset(first if self.order is ApplyOrder.ROLLING else sorted(first)[:1])
 
     @property
     def members(self) -> frozenset[str]:

@@ -7,11 +7,14 @@ proved the version, or behind it: scored on the version, and judged by `gate_lim
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from google.protobuf.message import DecodeError
 
 from weightsync.engine import BETWEEN_STEPS, FENCES_ON_EXPIRY, PAUSED_SCORES, SCORES, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
@@ -63,6 +66,21 @@ def check_gate(options: pb.GateOptions, spec: PauseSpec) -> None:
 
 def _invalid(message: str) -> WeightSyncError:
     return WeightSyncError(Reason.REQUEST_INVALID, message)
+
+
+def pack_options(options: pb.GateOptions) -> str:
+    """Return options as a plan of a fleet has them; "": nothing is chosen."""
+    return base64.b64encode(options.SerializeToString(deterministic=True)).decode()
+
+
+def unpack_options(text: str) -> pb.GateOptions:
+    """Return what `pack_options` was given; NOT_SUPPORTED: another release wrote it."""
+    try:
+        return pb.GateOptions.FromString(base64.b64decode(text, validate=True))
+    except (ValueError, DecodeError) as error:
+        raise WeightSyncError(
+            Reason.NOT_SUPPORTED, f"update this member: the plan's gate is not known here ({error})"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -161,12 +161,13 @@ class Coordinator:
         pause: PauseSpec | None = None,
         *,
         clears: bool = False,
+        gate: str = "",
     ) -> Outcome:
         """Have every member serve a version, or none; returns when that is decided and done.
 
         The content of `target` is one that no other version of that number has. An apply that was
         planned with the idempotency key `key` is joined; "": none. With `clears`, a rejected
-        content is accepted again.
+        content is accepted again. `gate` is as in `DecisionPlan`.
 
         Raises:
             WeightSyncError: APPLY_BUSY: another one runs. VERSION_REJECTED, VERSION_CONFLICT,
@@ -180,7 +181,13 @@ class Coordinator:
         history = await self._free(over_damage=order is ApplyOrder.BARRIER)
         check_new(history, target, clears=clears)
         make = partial(
-            DecisionPlan, order=order, target=target, key=key, pause=pause, clears=clears
+            DecisionPlan,
+            order=order,
+            target=target,
+            key=key,
+            pause=pause,
+            clears=clears,
+            gate=gate,
         )
         return await self._plan_and_drive(history, order, max_unavailable, make)
 

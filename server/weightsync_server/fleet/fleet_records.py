@@ -58,10 +58,11 @@ logger = logging.getLogger(__name__)
 
 
 #: What this release reads. The newest rises when an older release would misread a record: 2 says
-#: how members pause, 3 that a rejected content is accepted again. The oldest rises once the release
+#: how members pause, 3 that a rejected content is accepted again, 4 how probes are scored where
+#: that is chosen. The oldest rises once the release
 #: before this one writes none of it.
-OLDEST_FORMAT, FORMAT = 1, 3
-_CHOSEN_PAUSE, _CLEARED = 2, 3
+OLDEST_FORMAT, FORMAT = 1, 4
+_CHOSEN_PAUSE, _CLEARED, _GATED = 2, 3, 4
 #: How an engine can be asked to pause.
 _PAUSES = ("keep", "wait", "abort", "between_steps")
 #: Of a roster's part, so that names and frame stay below what a register takes.
@@ -111,6 +112,8 @@ def encode_plan(plan: DecisionPlan, parts: int) -> bytes:
         chosen = {"format": _CHOSEN_PAUSE, "pause": spec}
     if plan.clears:
         chosen |= {"format": _CLEARED, "clears": True}
+    if plan.gate:
+        chosen |= {"format": _GATED, "gate": plan.gate}
     if plan.reason:
         # For people: a release that does not know it misses nothing else.
         chosen["reason"] = _cut(plan.reason)
@@ -154,6 +157,7 @@ def decode_plan(data: bytes, roster: Mapping[str, bytes] | None = None) -> Decis
             reason=str(record.get("reason", "")),
             clears=bool(record.get("clears", False)),
             traceparent=traceparent(str(record.get("traceparent", ""))),
+            gate=str(record.get("gate", "")),
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.decide import ApplyOrder, DecisionPlan, FleetVersion, Verdict
 from weightsync_server.engine import EngineContext, EngineSet, EngineSupervisor
 from weightsync_server.engine.apply_history import concern, note_reports
+from weightsync_server.engine.gate import GatedEngine, plan_gates, unpack_options
 from weightsync_server.engine.host_apply import (
     EnginePlan,
     JournalLedger,
@@ -28,14 +29,20 @@ from weightsync_server.engine.host_apply import (
     drop,
     prepare_all,
     roll_out,
+    score_live,
+    with_baselines,
 )
 from weightsync_server.engine.journal import Answer
-from weightsync_server.engine.outcome import ApplyCause, reject
+from weightsync_server.engine.outcome import ApplyCause, GatePlan, reject
+from weightsync_server.engine.refusals import GateRefusedError
 from weightsync_server.fleet_host.host_pause import HostPause, ServingGate, TakenHost
 from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.tasks import all_done
 from weightsync_server.ops.traces import Work
 from weightsync_server.residency.slot import SlotLease
+
+#: The gates of engines that take a version, by their names.
+Scoring = Callable[[VersionRecord, Sequence[GatedEngine], PauseSpec], Mapping[str, GatePlan]]
 
 
 class HostCutover(TakenHost):
@@ -43,6 +50,7 @@ class HostCutover(TakenHost):
 
     `patience_s` is the longest time that the decision may take. Between two steps the engines pause
     one after the other, when the fleet has decided. `slots` is how many versions memory holds.
+    `scoring` returns which engines score the version, and how.
     """
 
     def __init__(
@@ -54,9 +62,11 @@ class HostCutover(TakenHost):
         patience_s: float,
         spec: PauseSpec,
         slots: int,
+        scoring: Scoring,
     ) -> None:
         super().__init__(record, engines, gate, prepare_s)
         self._patience_s, self._spec, self._slots = patience_s, spec, slots
+        self._scoring = scoring
         self._plans: list[EnginePlan] = []
         self._ledger: JournalLedger | None = None
         #: What the engines have done when they serve the version, by name.
@@ -110,9 +120,13 @@ class HostCutover(TakenHost):
         check_members(going, self._spec, fences=not self._between)
         if self._between and len(going) > 1:
             check_rolling_slots(self._slots)
+        gates = self._scoring(self.record, [one.gated for one in going], self._spec)
         self._plans = await prepare_all(
-            going, self.record, None, self._spec, ApplyCause(), durable=True
+            going, self.record, None, self._spec, ApplyCause(), durable=True, gates=gates
         )
+        if gates:
+            plans, self._plans = self._plans, []
+            self._plans = await with_baselines(plans)
 
     async def _pause(self) -> None:
         if self._ledger is None:
@@ -131,6 +145,7 @@ class HostCutover(TakenHost):
         else:
             await self._pause()
             await self._follow(Verdict.COMMIT)
+            await score_live(self._plans, self.reports, self._engines.host_journal)
         named = {one.member.name: one.plan for one in self._plans}
         await self._engines.host_journal.done(named, Answer())
         await self._give_back()
@@ -164,10 +179,26 @@ class MemberApplies:
     """Records what a host does for its fleet; `newest_plan` is as in `LocalHost`."""
 
     def __init__(
-        self, context: EngineContext, newest_plan: Callable[[FleetVersion], DecisionPlan | None]
+        self,
+        context: EngineContext,
+        newest_plan: Callable[[FleetVersion], DecisionPlan | None],
+        member: str,
     ) -> None:
         self._history, self._who = context.history, f"fleet {context.fleet}"
-        self._newest_plan = newest_plan
+        self._newest_plan, self._member = newest_plan, member
+
+    def scoring(self, target: FleetVersion) -> Scoring:
+        """Return how the engines of this host score what its fleet goes to, for itself or all."""
+        plan = self._newest_plan(target)
+
+        def gates(
+            record: VersionRecord, engines: Sequence[GatedEngine], spec: PauseSpec
+        ) -> Mapping[str, GatePlan]:
+            options = unpack_options(plan.gate) if plan is not None else pb.GateOptions()
+            scores = plan is not None and (options.each_engine or self._member in plan.canaries)
+            return plan_gates(options, record, engines, spec, self._history) if scores else {}
+
+        return gates
 
     def begin_work(self, target: FleetVersion) -> Work | None:
         """Return what is traced of an apply that begins, below that of its fleet; None: nothing."""
@@ -262,7 +293,8 @@ class LocalHost:
     reconciled to it.
 
     `source` returns what brings versions that are not here yet; None: nothing could. `newest_plan`
-    returns that of the fleet's newest apply, if it goes to a version, for the history.
+    returns that of the fleet's newest apply, if it goes to a version, for the history and the gate;
+    `member` is the name in it of this host.
     """
 
     def __init__(
@@ -272,17 +304,20 @@ class LocalHost:
         undecided_s: float,
         source: Callable[[], FetchOnDemand | None] = lambda: None,
         newest_plan: Callable[[FleetVersion], DecisionPlan | None] = lambda _: None,
+        member: str = "",
     ) -> None:
         self._engines, self._model, self._limits = engines, context.model, context.limits
         self._undecided_s, self._fetch_s = undecided_s, context.limits.prepare_timeout_s
         self._source = source
-        self._applies = MemberApplies(context, newest_plan)
+        self._applies = MemberApplies(context, newest_plan, member)
         self._expected: FleetVersion | None = None
         self._fetching = contextlib.ExitStack()
         self._gate = ServingGate(context.joining)
         self._turn = asyncio.Lock()
         self._cutover: HostCutover | HostPause | None = None
         self._staged: SlotLease | None = None
+        # Digest of what a gate of this host has refused last, and why.
+        self._refused = ("", "")
 
     async def begin(self) -> None:
         """Let no engine begin to serve before the member says what; before engines are started."""
@@ -333,6 +368,7 @@ class LocalHost:
                 2 * self._undecided_s,
                 pause or PauseSpec(),
                 len(self._model.slots.slots),
+                self._applies.scoring(target),
             )
             cutover.work = self._applies.begin_work(target)
             try:
@@ -357,6 +393,7 @@ class LocalHost:
                 await cutover.pause()
             except WeightSyncError as error:
                 self._cutover = None
+                self._note_gate(_named(cutover.record), error)
                 await cutover.close()
                 self._gate.open()
                 self._applies.add_failed(_named(cutover.record), self.live(), error, cutover.work)
@@ -375,12 +412,28 @@ class LocalHost:
                         if isinstance(cutover, HostCutover) and cutover.reports:
                             note_reports(entry, cutover.reports, {})
                     else:
+                        self._check_let_go(target)
                         await self._place(await self._find(target))
             except WeightSyncError as error:
+                self._note_gate(target, error)
                 await self._stop_serving(error.message)
                 raise
             finally:
                 self._release()
+
+    def _note_gate(self, target: FleetVersion, error: WeightSyncError) -> None:
+        if isinstance(error, GateRefusedError):
+            self._refused = target.digest, error.message
+
+    def _check_let_go(self, target: FleetVersion) -> None:
+        """Refuse to place, where nothing is scored, what a gate of this host has refused."""
+        digest, why = self._refused
+        if digest and digest == target.digest:
+            raise WeightSyncError(
+                Reason.VERSION_REJECTED,
+                f"apply version {target.number} again, or another one: this host's gate refused it "
+                f"({why})",
+            )
 
     async def resume(self) -> None:
         async with self._turn:
@@ -415,8 +468,10 @@ class LocalHost:
                 await reject(self._model.serving, record.version, why)
 
     async def accept(self, digest: str) -> None:
+        if digest == self._refused[0]:
+            self._refused = ("", "")
         same = [one for one in self._model.table.list() if one.content_digest == digest]
-        if any(one.rejected_reason for one in same):
+        if any(one.rejected_reason or one.held_reason for one in same):
             # With it all that have this content.
             await self._model.serving.accept(same[0].version)
 

@@ -17,6 +17,7 @@ from weightsync_server.coordination import open_register
 from weightsync_server.coordination.coordination import CoordinationStore
 from weightsync_server.decide import ApplyOrder, DecisionPlan, FleetVersion, Verdict
 from weightsync_server.engine import EngineContext, EngineSet, idempotency
+from weightsync_server.engine.gate import check_gate, pack_options
 from weightsync_server.engine.refusals import pause_spec
 from weightsync_server.fleet.coordinator import Coordinator, Outcome
 from weightsync_server.fleet.fleet_history import History, HistoryReader
@@ -122,7 +123,7 @@ class FleetService:
         self.name, self._options = options.fleet, options
         self.coordination = coordination
         self.host = LocalHost(
-            engines, context, options.limits.undecided_s, source, self._newest_plan
+            engines, context, options.limits.undecided_s, source, self._newest_plan, options.member
         )
         self._journal = MemberJournal(journal, options.fleet)
         self._member: FleetMember | None = None
@@ -161,6 +162,7 @@ class FleetService:
         """
         kind = _check(request, request.max_unavailable)
         pause = _chosen_pause(request)
+        check_gate(request.gate, pause_spec(request.pause))
         if not request.version or request.dry_run:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
@@ -176,7 +178,13 @@ class FleetService:
             with self._applies.recorded(entry):
                 target = await self.host.find(request.version)
                 outcome = await self._coordinator().apply(
-                    target, kind, size, key, pause, clears=request.clear_rejected
+                    target,
+                    kind,
+                    size,
+                    key,
+                    pause,
+                    clears=request.clear_rejected,
+                    gate=pack_options(request.gate),
                 )
                 return pb.ApplyVersionResponse(fleet=await self._report(outcome, entry))
 

@@ -66,7 +66,10 @@ async def test_a_member_of_an_older_release_says_that_it_is_not_ready(fleet: Fle
         await asyncio.sleep(0.01)
     report = decode_report(said)
     assert not report.ok
-    assert "has format 4, this release knows 1 to 3; update this member" in report.reason
+    assert (
+        f"has format {FORMAT + 1}, this release knows 1 to {FORMAT}; update this member"
+        in report.reason
+    )
     assert fleet.serving == {"a": 1}
 
 
@@ -169,7 +172,7 @@ async def test_one_that_serves_beside_a_commit_that_it_cannot_read_is_fenced(
 def test_a_report_that_cannot_be_read_is_a_refusal() -> None:
     value = in_format(FORMAT + 1, encode_report(ParticipantReport(ok=True)))
     reports = parse_reports(7, {report_key(7, ApplyPhase.PREPARED, "b"): value})
-    assert reports.refusal.startswith("b is not prepared: the report has format 4")
+    assert reports.refusal.startswith(f"b is not prepared: the report has format {FORMAT + 1}")
     assert reports.lacking(ApplyPhase.PREPARED, ["b"]) == ["b"]
 
 
