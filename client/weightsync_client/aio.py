@@ -324,9 +324,9 @@ class AsyncClient:
 
     async def probes(self, version: int = 0) -> Probes | None:
         """Return the probes that a version (0: the live one) came with; None: it has none."""
-        return await self._invoke(
-            calls.get_probes(await self.model(), version, self._link.timeouts)
-        )
+        call = calls.get_probes(await self.model(), version, self._link.timeouts)
+        found = await self._invoke(call)
+        return Probes.from_message(found) if found.probes else None
 
     async def watch(self) -> AsyncGenerator[types.VersionChange, None]:
         """Yield the present state of every version, then each change; see `Client.watch`."""

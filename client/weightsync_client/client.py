@@ -392,7 +392,8 @@ class Client:
 
     def probes(self, version: int = 0) -> Probes | None:
         """Return the probes that a version (0: the live one) came with; None: it has none."""
-        return self._invoke(calls.get_probes(self.model, version, self._link.timeouts))
+        found = self._invoke(calls.get_probes(self.model, version, self._link.timeouts))
+        return Probes.from_message(found) if found.probes else None
 
     def watch(self) -> Generator[types.VersionChange, None, None]:
         """Yield the present state of every version, then each change, until it is closed.

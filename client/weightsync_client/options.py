@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from weightsync.backoff import backoff_s
 from weightsync_client.types import CacheMode, EngineOrder, FleetOrder, PauseMode
 
 if TYPE_CHECKING:
+    from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.gate import Gate
-    from weightsync_client.probes import Probes
 
 #: Where weightsync-server listens by default.
 DEFAULT_ADDRESS = "127.0.0.1:50551"
@@ -70,6 +70,13 @@ class Retry:
                 takes longer than it thought is not given up after a few of them.
         """
         return max(backoff_s(failures, self.initial_s, self.max_s, jitter=0.9), asked_s or 0.0)
+
+
+class PushedProbes(Protocol):
+    """What a push takes as its probes: `Probes`, which alone is accepted."""
+
+    def to_message(self) -> pb.Probes:
+        """Return them as a push sends them."""
 
 
 class PushOptions(TypedDict, total=False):
@@ -130,9 +137,9 @@ class PushOptions(TypedDict, total=False):
             written into its memory, which is several times as fast, and those on a GPU are copied
             by the server; "write": they are written, too, so that the server compares digests that
             were computed here (`Version.trainer_verified`); "never": always send them.
-        probes: Sequences and the trainer's log probabilities of their tokens, which the gate of an
-            apply scores on the engine (`Gate`); kept with the version. Of several processes that
-            push, writer 0 alone sends them.
+        probes: `Probes`: sequences and the trainer's log probabilities of their tokens, which the
+            gate of an apply scores on the engine (`Gate`); kept with the version. Of several
+            processes that push, writer 0 alone sends them.
     """
 
     version: int
@@ -154,7 +161,7 @@ class PushOptions(TypedDict, total=False):
     dtype: str
     check_finite: bool
     same_host: str
-    probes: Probes
+    probes: PushedProbes
 
 
 class PauseChoices(TypedDict, total=False):

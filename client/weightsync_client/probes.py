@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.extras import needing
 from weightsync_client.errors import invalid
+from weightsync_client.source.modules import innermost
+from weightsync_client.source.peft_models import has_adapters, merged_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -153,12 +155,13 @@ class Probes:
         return zip(self.tokens, self.logprobs, self.start, strict=True)
 
 
-def check_probes(value: object) -> None:
-    """Accept probes, or None, as an option of a push."""
+def check_probes(value: object) -> Probes | None:
+    """Return probes, or None, as an option of a push gives them; refuse anything else."""
     if value is not None and not isinstance(value, Probes):
         raise invalid(
             f"probes is {reprlib.repr(value)}; use Probes(...), Probes.of(...) or Probes.load(...)"
         )
+    return value
 
 
 # What callers give.
@@ -254,9 +257,6 @@ def _evaluating(
 ) -> Iterator[Callable[[int, tuple[int, ...]], list[float]]]:
     """Have a model in evaluation mode, its adapters merged; put everything back at the end."""
     import torch
-
-    from weightsync_client.source.modules import innermost
-    from weightsync_client.source.peft_models import has_adapters, merged_tensors
 
     modes = [(module, module.training) for module in model.modules()]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}

@@ -176,7 +176,8 @@ def _check_call(call: ast.Call, known: dict[str, Any]) -> None:
         case ast.Name(id=name) if name in known:
             called = known[name]
         case ast.Attribute(value=ast.Name(id=name), attr=method) if name in known:
-            called, own = getattr(known[name], method), (None,)
+            called = getattr(known[name], method)
+            own = () if inspect.ismethod(called) else (None,)
         case _:
             return
     names = [key.arg for key in call.keywords if key.arg is not None]
@@ -424,13 +425,31 @@ def test_a_server_serves_what_the_method_for_openrlhf_pushes(
     trainer.weightsync.close()
 
 
+class _Model(torch.nn.Module):
+    """What the server's engine serves, as a model of eight tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.rand(8, 4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.w[ids] @ self.w.T
+
+
+#: What a trainer has, who has sampled one answer of two tokens.
+_SAMPLED: dict[str, Any] = {
+    "sequences": [[1, 2, 3], [4, 5]],
+    "answers": [{"x-weightsync-version": "2", "x-weightsync-spans": "2:0-2"}],
+    "served": [[-1.0, -2.0]],
+    "own": [[-1.5, -2.0]],
+}
+
+
 @pytest.mark.parametrize(
     "block", [b for b in _of("python") if f'with Client("{_ADDRESS}")' in b.text], ids=_id
 )
 def test_a_server_takes_what_the_snippet_pushes(block: Snippet, served: dict[str, str]) -> None:
-    model = torch.nn.Linear(4, 8, bias=False)
-    model.register_parameter("w", torch.nn.Parameter(model.weight.detach().clone()))
-    del model.weight
-    own = {"model": model, "steps": 2, "run": "r", "Client": weightsync_client.Client}
+    own = {"model": _Model(), "steps": 2, "run": "r", "Client": weightsync_client.Client}
+    own |= _SAMPLED
     exec(block.text.replace(_ADDRESS, served[""]), own)
     assert isinstance(own["pushed"], weightsync_client.PushResult)

@@ -35,7 +35,7 @@ class Trained:
         text: Token ids of what it has not learned.
     """
 
-    def __init__(self, arch: str, folder: Path, steps: int = 120) -> None:
+    def __init__(self, arch: str, folder: Path, steps: int = 100) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -145,9 +145,9 @@ def test_each_fault_of_an_export_is_rolled_back_and_never_served(site: _Site) ->
                 assert client.verify().version == live
         assert seen == {str(live)}
         assert site.answer() == (answer, str(live))
-        for version in client.versions():
-            if str(version.version) in refused:
-                assert version.serving == "rejected"
+        for one in client.versions():
+            if str(one.version) in refused:
+                assert one.serving == "rejected"
 
 
 def test_what_is_held_is_skipped_until_it_is_accepted(site: _Site) -> None:

@@ -52,7 +52,7 @@ class StepOptions:
         check_options("push", self.push, PushOptions)
         check_options("apply", self.apply or {}, ApplyOptions)
         metadata(self.push.get("metadata", {}))
-        check_probes(given := self.push.get("probes"))
+        given = check_probes(self.push.get("probes"))
         if self.probes is not None:
             # They may be read once only, and are wrong before the first step or never.
             object.__setattr__(self, "probes", Probes(self.probes).tokens)

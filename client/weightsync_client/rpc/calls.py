@@ -29,7 +29,6 @@ from weightsync_client.options import (
     RollbackOptions,
     Timeouts,
 )
-from weightsync_client.probes import Probes
 from weightsync_client.rpc.convert import from_message, to_report, to_rollback, to_tensor
 from weightsync_client.rpc.validate import flag, seconds, text, whole_number
 
@@ -328,13 +327,9 @@ def delete_version(model: str, version: int, *, force: bool, timeouts: Timeouts)
     return Call("DeleteVersion", request, timeouts.call_s, _nothing)
 
 
-def get_probes(model: str, version: int, timeouts: Timeouts) -> Call[Probes | None]:
+def get_probes(model: str, version: int, timeouts: Timeouts) -> Call[pb.Probes]:
     request = pb.GetVersionRequest(model=model, version=whole_number("version", version))
-
-    def read(m: pb.GetVersionResponse) -> Probes | None:
-        return Probes.from_message(m.probes) if m.HasField("probes") else None
-
-    return Call("GetVersion", request, timeouts.call_s, read)
+    return Call("GetVersion", request, timeouts.call_s, lambda m: m.probes)
 
 
 def report_logprobs(

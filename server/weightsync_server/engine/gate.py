@@ -33,6 +33,8 @@ from weightsync_server.ops import traces
 logger = logging.getLogger(__name__)
 
 _LIMIT_S, _MAX_LIMIT_S = 5.0, 60.0
+#: Longest time for the score of what is live, beside generation, seconds.
+_BASELINE_S = 30.0
 #: How much later than its limit an engine may say that it was too late, seconds.
 _GRACE_S = 2.0
 #: The outcome of a bad score, by what is asked for then.
@@ -191,7 +193,9 @@ async def with_baseline(session: EngineSession, plan: CutoverPlan) -> CutoverPla
     if gate is None or gate.when == pb.GATE_WHEN_OFF or SCORES not in session.info.capabilities:
         return plan
     try:
-        scores = await _scored(session, gate, paused=False)
+        # Its first score takes an engine seconds, and nobody waits for it but this apply.
+        patient = replace(gate, limit_s=max(gate.limit_s, _BASELINE_S))
+        scores = await _scored(session, patient, paused=False)
     except WeightSyncError as error:
         logger.info(
             "version %d was not scored before the apply, so that the step is not known: %s",
