@@ -24,7 +24,7 @@ STAMP := $(VENV)/.setup-$(shell { cat Makefile pyproject.toml constraints.txt sc
 	echo $(TORCH_VERSION) $(VLLM_VERSION); } | sha256sum | cut -c1-16)
 
 CHECKED := $(wildcard weightsync server client tests benchmarks examples scripts)
-BENCHMARKS := push sharded scale pullers staging apply control refusals delta train engines
+BENCHMARKS := push sharded scale pullers staging apply gate control refusals delta train engines
 
 .PHONY: help
 help: ## List the targets

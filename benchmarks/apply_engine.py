@@ -211,7 +211,7 @@ async def measure(order: Order) -> dict[str, Any]:
         measured = _Measure(order, llm)
         if not order.plain:
             await measured.repacked()
-        async with bridged(order, llm) as client:
+        async with bridged(Path(order.folder), llm) as client:
             if order.plain:
                 await serving(client)
                 await measured.plain(client)
@@ -223,9 +223,8 @@ async def measure(order: Order) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
+async def bridged(folder: Path, llm: Any) -> AsyncIterator[Client]:
     """Serve the bridge from this process, as vLLM's API server does, with a server beside it."""
-    folder = Path(order.folder)
     address = f"unix:{folder}/push.sock"
     async with bridge(llm):
         server = weightsync_server(folder, [address], engine=str(folder / "engine.sock"))

@@ -36,7 +36,7 @@ async def _serve(order: Order) -> None:
     )
     llm = AsyncLLM.from_engine_args(arguments)
     try:
-        async with bridged(order, llm) as client:
+        async with bridged(Path(order.folder), llm) as client:
             await serving(client)
             _tell("serving")
             while line := await asyncio.to_thread(sys.stdin.readline):

@@ -1,7 +1,7 @@
-"""Small models that have learned some text, and checkpoints of them that are wrong in one way.
+"""Small models whose every part tells in what they compute, and checkpoints of them that are wrong.
 
-A model with random weights says nothing of what a fault does: the logits of one that has learned
-are as far from each other as those of any model.
+Random weights are enough where every layer adds as much as the one before. How far a fault is from
+the floor of a real model, one that has learned some text shows; it takes minutes to make.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ if TYPE_CHECKING:
 __all__ = ["FAULTS", "Trained", "faulty"]
 
 _SIZES = {"hidden": 128, "layers": 4}
-_LENGTH, _BATCH = 96, 8
+_LENGTH, _BATCH = 128, 16
 
 
 class Trained:
-    """A model of transformers that has learned this project's documentation.
+    """A model of transformers, which has learned this project's documentation or nothing.
+
+    Args:
+        arch: `qwen3`, whose head is its embedding, or `qwen3_moe`, with 8 experts and a head.
+        folder: Where its tokenizer goes.
+        steps: Steps of training; with 150 it has learned enough. 0: its weights are random.
 
     Attributes:
-        arch: `qwen3`, whose head is its embedding, or `qwen3_moe`, with 8 experts and a head.
+        arch: See above.
         model: In float32 and evaluation mode.
         text: Token ids of what it has not learned.
     """
 
-    def __init__(self, arch: str, folder: Path, steps: int = 100) -> None:
+    def __init__(self, arch: str, folder: Path, steps: int = 0) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,13 +56,32 @@ class Trained:
         self.model: Any = AutoModelForCausalLM.from_config(
             checkpoint_config(arch, tied=arch == "qwen3", **_SIZES)
         )
-        self._learn(ids[:cut], steps)
+        if steps:
+            self._learn(ids[:cut], steps)
+        else:
+            self._randomise()
         self.model.eval()
+
+    def _randomise(self) -> None:
+        import torch
+
+        draw = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=draw)
+                if parameter.dim() == 1:
+                    # Sharper attention makes more of what bfloat16 rounds.
+                    middle = 0.5 if "_norm" in name and "self_attn" in name else 1.0
+                    parameter.copy_(middle + 0.1 * noise)
+                elif "embed" in name or "lm_head" in name:
+                    parameter.copy_(0.1 * noise)
+                else:
+                    parameter.copy_(noise / parameter.shape[-1] ** 0.5)
 
     def _learn(self, ids: torch.Tensor, steps: int) -> None:
         import torch
 
-        adam = torch.optim.AdamW(self.model.parameters(), lr=4e-3, weight_decay=0.0)
+        adam = torch.optim.AdamW(self.model.parameters(), lr=2e-3, weight_decay=0.0)
         draw = torch.Generator().manual_seed(6)
         for _ in range(steps):
             starts = torch.randint(len(ids) - _LENGTH, (_BATCH,), generator=draw)

@@ -17,7 +17,7 @@ from tests.support.trained_models import FAULTS, Trained, faulty
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
-from weightsync_client import Client, Gate, Probes, RefusedError
+from weightsync_client import AbortedError, Client, Gate, Probes, RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,11 +88,18 @@ class _Site:
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.battery)]
+    scope="module",
+    params=[
+        ("qwen3", 0),
+        pytest.param(("qwen3", 150), marks=pytest.mark.battery),
+        pytest.param(("qwen3_moe", 150), marks=pytest.mark.battery),
+    ],
+    ids=["random", "trained", "experts"],
 )
 def site(request: pytest.FixtureRequest) -> Iterator[_Site]:
     root = Path(tempfile.mkdtemp(prefix="gate"))
-    trained = Trained(request.param, root)
+    arch, steps = request.param
+    trained = Trained(arch, root, steps)
     good = trained.save(root / "good0")
     run = root / "run"
     vllm = VllmServer(good, run, dtype="bfloat16")
@@ -137,7 +144,7 @@ def test_each_fault_of_an_export_is_rolled_back_and_never_served(site: _Site) ->
             for name, change in FAULTS[site.trained.arch].items():
                 version = client.push(site.wrong(change), probes=site.probes).version
                 refused.add(str(version))
-                with pytest.raises(RefusedError) as error:
+                with pytest.raises(AbortedError) as error:
                     client.apply(version)
                 assert error.value.reason is Reason.APPLY_RESTORED, (name, error.value)
                 wanted = "not numbers" if "NaN" in name else "k3"
@@ -157,14 +164,14 @@ def test_what_is_held_is_skipped_until_it_is_accepted(site: _Site) -> None:
         live = client.push(site.good, probes=site.probes).version
         client.apply(live)
         held = client.push(site.wrong(fault), probes=site.probes).version
-        with pytest.raises(RefusedError) as error:
+        with pytest.raises(AbortedError) as error:
             client.apply(held, gate=Gate(on_fail="hold"))
         assert error.value.reason is Reason.APPLY_RESTORED
         assert client.get_version(held).serving == "held"
         assert client.apply().version == live
-        with pytest.raises(RefusedError) as error:
+        with pytest.raises(RefusedError) as held_error:
             client.apply(held)
-        assert error.value.reason is Reason.GATE_HELD
+        assert held_error.value.reason is Reason.GATE_HELD
         report = client.apply(held, clear_rejected=True, gate=Gate(on_fail="report"))
         assert report.gate is not None
         assert (report.version, report.gate.outcome) == (held, "reported")
@@ -179,7 +186,7 @@ def test_after_the_resume_it_is_rolled_back_too(site: _Site) -> None:
         assert client.apply(live, gate=Gate(when="after")).gate is not None
         fault = FAULTS[site.trained.arch]["transposed"]
         wrong = client.push(site.wrong(fault), probes=site.probes).version
-        with pytest.raises(RefusedError) as error:
+        with pytest.raises(AbortedError) as error:
             client.apply(wrong, gate=Gate(when="after"))
         assert error.value.reason is Reason.APPLY_RESTORED
         assert client.verify().version == live
@@ -192,7 +199,7 @@ def test_a_step_that_is_too_large_is_told_from_an_export_that_is_wrong(site: _Si
         client.apply(client.push(site.good, probes=site.probes).version)
         site.step(0.03)
         far = client.push(site.good, probes=site.probes).version
-        with pytest.raises(RefusedError, match="step_k3_limit"):
+        with pytest.raises(AbortedError, match="step_k3_limit"):
             client.apply(far, gate=Gate(step_k3_limit=0.05, on_fail="hold"))
         report = client.apply(far, clear_rejected=True)
         assert report.gate is not None
