@@ -136,8 +136,8 @@ def _sequence(
 
     if len(served) != len(own):
         raise invalid(
-            f"give as many own logprobs as came with sequence {index}, {len(served)}, not "
-            f"{len(own)}"
+            f"give as many own logprobs as sequence {index} has of the answer, {len(served)}, "
+            f"not {len(own)}"
         )
     if isinstance(of, int):
         made = np.full(len(served), of, dtype=np.int64)

@@ -119,7 +119,10 @@ def test_tokens_that_are_far_apart_have_a_finite_sum() -> None:
 
 
 WRONG = [
-    ((1, [-1.0], [-1.0, -2.0]), "give as many own logprobs as came with sequence 0, 1, not 2"),
+    (
+        (1, [-1.0], [-1.0, -2.0]),
+        "give as many own logprobs as sequence 0 has of the answer, 1, not 2",
+    ),
     ((1, [[-1.0], [-1.0]], [[-1.0]]), "give own logprobs for each of 2 sequences served, not for"),
     (([1], [[-1.0], [-1.0]], [[-1.0]] * 2), "give versions for each of 2 sequences, not for 1"),
     ((_spans((1, 2)), [-1.0], [-1.0]), "give a logprob for each of 2 tokens of sequence 0, not 1"),
