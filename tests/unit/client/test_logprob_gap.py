@@ -11,9 +11,11 @@ import torch
 
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import AsyncClient, Client, InvalidError, Spans, TokenSpans, VersionSpan
-from weightsync_client.logprob_gap import logprob_gaps
+from weightsync_client.logprob_gap import Versions, logprob_gaps
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tests.unit.client.servicer import Running, Servicer
 
 #: d of each token, the engine's less the trainer's, and what k3 makes of it.
@@ -30,7 +32,7 @@ def _spans(*parts: tuple[int, int], keys: tuple[int, ...] | None = ()) -> TokenS
     return TokenSpans(tuple(spans), keys)
 
 
-def _told(gaps: list[pb.LogprobGap]) -> dict[int, tuple[int, float, float, float]]:
+def _told(gaps: Iterable[pb.LogprobGap]) -> dict[int, tuple[int, float, float, float]]:
     return {one.version: (one.tokens, one.sum_abs, one.sum_k3, one.max_abs) for one in gaps}
 
 
@@ -71,7 +73,8 @@ def test_tokens_whose_keys_are_older_are_left_out(
 
 
 def test_many_sequences_come_in_one_report(client: Client, servicer: Servicer) -> None:
-    answers = [_spans((1, 2)), Spans((2,)), 2, Spans((1, 2), (_spans((1, 1), (2, 1)),))]
+    mixed = Spans((1, 2), (_spans((1, 1), (2, 1)),))
+    answers: list[Versions] = [_spans((1, 2)), Spans((2,)), 2, mixed]
     served = [[-1.0, -1.0], torch.tensor([-1.0, -2.0]), np.array([-3.0]), (-4.0, -5.0)]
     own = [[-1.5, -1.0], torch.tensor([-1.0, -2.0]).bfloat16(), [-3.0], [-4.0, -5.25]]
     assert client.report_logprobs(answers, served, own, trained_version=3) == 7
