@@ -112,6 +112,7 @@ async def test_more_versions_than_one_call_takes(
 def test_nothing_is_sent_of_no_tokens(client: Client, servicer: Servicer) -> None:
     assert client.report_logprobs(_spans((2, 2), keys=(1,)), [-1, -1], [-1, -1]) == 0
     assert client.report_logprobs([], [], []) == 0
+    assert client.report_logprobs([TokenSpans(()), TokenSpans(())], [[], []], [[], []]) == 0
     assert "ReportLogprobs" not in servicer.calls
 
 
