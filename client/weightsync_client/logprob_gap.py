@@ -136,19 +136,20 @@ def _sequence(
 
     if len(served) != len(own):
         raise invalid(
-            f"give as many own logprobs as came with sequence {index}, {len(served)}, not "
-            f"{len(own)}"
+            f"give as many own logprobs as sequence {index} has of the answer, {len(served)}, "
+            f"not {len(own)}"
         )
     if isinstance(of, int):
         made = np.full(len(served), of, dtype=np.int64)
     else:
-        made = np.asarray(of.per_token(), dtype=np.int64)
+        spans = np.asarray([(s.version, s.end - s.start) for s in of.spans], np.int64)
+        made = np.repeat(*spans.reshape(-1, 2).T)
         if len(made) != len(served):
             raise invalid(
                 f"give a logprob for each of {len(made)} tokens of sequence {index}, not "
                 f"{len(served)}"
             )
         # Where vLLM does not tell whose keys it used, those of any token before may be among them.
-        keys = made.tolist() if of.keys is None else of.keys
+        keys = [span.version for span in of.spans] if of.keys is None else of.keys
         made[made > min(keys, default=math.inf)] = 0
     return _Sequence(made, served - own)

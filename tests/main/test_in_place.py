@@ -25,6 +25,7 @@ from tests.support.late_writers import WAYS, late_writer, second_job
 from tests.support.scraped import scraped
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
     ApplyKind,
     ApplyResult,
@@ -32,9 +33,11 @@ from weightsync_client import (
     ClientError,
     InvalidError,
     LiveCheck,
+    Probes,
     ShardedTensor,
 )
 from weightsync_client.attach.transaction import TransactionCall
+from weightsync_client.rpc import calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -780,6 +783,33 @@ def test_a_trainer_has_its_own_tensors_served(site: _Site, *, background: bool) 
         assert all(torch.equal(content[name], wanted[name]) for name in wanted)
         client.rollback()
         assert torch.equal(attached.read("w"), _tensors(1)["w"])
+    assert site.recover() == site.first
+
+
+def test_probes_are_sent_with_what_was_written(
+    site: _Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[pb.CommitPushRequest] = []
+    real = calls.commit_push
+
+    def commit_push(request: pb.CommitPushRequest, timeouts: Any) -> Any:
+        found.append(request)
+        return real(request, timeouts)
+
+    monkeypatch.setattr(calls, "commit_push", commit_push)
+    probes = Probes([[1, 2]], [[-0.5]])
+    with site.client() as client, site.attached() as attached:
+        attached.update(_tensors(5), background=True, probes=probes).result()
+        with attached.transaction(probes=probes):
+            _add(attached, 1)
+        with attached.transaction():
+            _add(attached, 1)
+        with pytest.raises(InvalidError, match="probes is 7; use Probes"):
+            attached.update(_tensors(6), probes=7)  # type: ignore[arg-type]
+        assert [one.HasField("probes") for one in found] == [True, True, False]
+        assert [one.probes for one in found[:2]] == [probes.to_message()] * 2
+        for _ in found:
+            client.rollback()
     assert site.recover() == site.first
 
 

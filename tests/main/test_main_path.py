@@ -6,6 +6,7 @@ started from the same checkpoint.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -17,15 +18,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.models import make_checkpoint
+from tests.support.scraped import scraped
 from tests.support.stock import push_folder
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.rpc_status import from_call
-from weightsync_client import Client, TransferPath
+from weightsync_client import Client, Probes, TransferPath, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +52,7 @@ class Site:
         ]
         self.vllm = VllmServer(self.checkpoints[0], root / "run", dtype="bfloat16")
         self.alone = VllmServer(self.checkpoints[1], root / "alone", dtype="bfloat16", bridge=False)
-        flags = ("--same-host",)
+        flags = ("--same-host", "--metrics", "127.0.0.1:0")
         self.server = WeightSyncServer(root / "run", root / "state", flags=flags)
 
     def texts(self) -> list[Any]:
@@ -280,3 +284,41 @@ def test_a_restarted_engine_serves_the_live_version_and_not_its_disk(
     site.vllm.start()
     assert site.server.wait_serving().live_version == live
     assert site.texts() == fresh[1]
+
+
+def test_a_trainer_reports_how_far_it_is_from_what_was_sampled(site: Site) -> None:
+    own, other = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        for folder in site.checkpoints[1:]
+    )
+    order = {"model": "model", "prompt": list(_PROMPTS), "max_tokens": 32, "ignore_eos": True}
+    order |= {"temperature": 1.0, "logprobs": 0, "return_token_ids": True}
+    with Client(site.server.address) as client:
+        version = client.push(own).version
+        client.apply(version)
+        with site.vllm.ask("/v1/completions", order, {"x-weightsync-spans": "1"}) as answer:
+            versions, choices = versions_of(answer), json.load(answer)["choices"]
+        served = [choice["logprobs"]["token_logprobs"] for choice in choices]
+        prompts = [choice["prompt_token_ids"] for choice in choices]
+        whole = [
+            prompt + choice["token_ids"] for prompt, choice in zip(prompts, choices, strict=True)
+        ]
+
+        def gap(model: Any, lag: int) -> float:
+            """What the server shows of a trainer with this model."""
+            probes = Probes.of(model, whole)
+            ours = [
+                logprobs[len(prompt) - 1 :]
+                for logprobs, prompt in zip(probes.logprobs, prompts, strict=True)
+            ]
+            trained = version + lag
+            assert client.report_logprobs(versions, served, ours, trained_version=trained) == 96
+            named = {"version": str(version), "lag": str(lag)}
+            return scraped(site.server.log, "weightsync_logprob_gap", **named)
+
+        near = gap(own, 0)
+        client.push(other)
+        far = gap(other, 1)
+    # Of this model, whose logits are large, rounding to bfloat16 alone makes 0.15.
+    assert near < 0.3
+    assert far > 1.0

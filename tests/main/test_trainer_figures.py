@@ -106,8 +106,8 @@ _GAP: dict[str, Any] = {"version": 1, "tokens": 1, "sum_abs": 0.5, "sum_k3": 0.1
     [
         ({"version": 0}, "the version of a gap is 0, and model default has had none above"),
         ({"version": 9999}, "the version of a gap is 9999, and model default has had none above"),
-        ({"tokens": 0}, "leave out version 1, or count its tokens: it comes with 0"),
-        ({"tokens": 1 << 60}, "leave out version 1, or count its tokens: it comes with 11529"),
+        ({"tokens": 0}, "leave out version 1, or count its tokens: 0 is given"),
+        ({"tokens": 1 << 60}, "leave out version 1, or count its tokens: 11529"),
         ({"sum_abs": -1.0}, "sum_abs of version 1 is -1.0, and must be finite and at least 0"),
         ({"sum_k3": math.nan}, "sum_k3 of version 1 is nan, and must be finite and at least 0"),
         ({"max_abs": math.inf}, "max_abs of version 1 is inf, and must be finite and at least 0"),

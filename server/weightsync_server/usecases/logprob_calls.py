@@ -38,7 +38,7 @@ def _check_gap(gap: pb.LogprobGap, table: VersionTable) -> None:
     _check_version("the version of a gap", gap.version, table)
     if not 1 <= gap.tokens <= _MOST_TOKENS:
         raise _invalid(
-            f"leave out version {gap.version}, or count its tokens: it comes with {gap.tokens}"
+            f"leave out version {gap.version}, or count its tokens: {gap.tokens} is given"
         )
     for name in ("sum_abs", "sum_k3", "max_abs"):
         value = getattr(gap, name)

@@ -27,7 +27,6 @@ from weightsync_client import (
     types,
 )
 from weightsync_client.cli import render
-from weightsync_client.integrations.step_push import StepOptions
 from weightsync_client.rpc import convert
 
 if TYPE_CHECKING:
@@ -328,15 +327,3 @@ def test_versions_that_are_held_show_it(
     info = pb.VersionInfo(model="m", version=7, serving=serving)
     render.show_version(convert.from_message(types.Version, info))
     assert shown in capsys.readouterr().out.split()
-
-
-# In a trainer's steps.
-
-
-def test_steps_refuse_what_belongs_to_one() -> None:
-    StepOptions({"probes": Probes([[1, 2]])})
-    assert StepOptions(probes=iter([[1, 2]])).probes == ((1, 2),)
-    with pytest.raises(InvalidError, match="the logprobs of probes are those of one step"):
-        StepOptions({"probes": PROBES})
-    with pytest.raises(InvalidError, match="give 1 to 64 sequences, not 0"):
-        StepOptions(probes=[])

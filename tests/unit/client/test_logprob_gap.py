@@ -11,9 +11,11 @@ import torch
 
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import AsyncClient, Client, InvalidError, Spans, TokenSpans, VersionSpan
-from weightsync_client.logprob_gap import logprob_gaps
+from weightsync_client.logprob_gap import Versions, logprob_gaps
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tests.unit.client.servicer import Running, Servicer
 
 #: d of each token, the engine's less the trainer's, and what k3 makes of it.
@@ -30,7 +32,7 @@ def _spans(*parts: tuple[int, int], keys: tuple[int, ...] | None = ()) -> TokenS
     return TokenSpans(tuple(spans), keys)
 
 
-def _told(gaps: list[pb.LogprobGap]) -> dict[int, tuple[int, float, float, float]]:
+def _told(gaps: Iterable[pb.LogprobGap]) -> dict[int, tuple[int, float, float, float]]:
     return {one.version: (one.tokens, one.sum_abs, one.sum_k3, one.max_abs) for one in gaps}
 
 
@@ -71,7 +73,8 @@ def test_tokens_whose_keys_are_older_are_left_out(
 
 
 def test_many_sequences_come_in_one_report(client: Client, servicer: Servicer) -> None:
-    answers = [_spans((1, 2)), Spans((2,)), 2, Spans((1, 2), (_spans((1, 1), (2, 1)),))]
+    mixed = Spans((1, 2), (_spans((1, 1), (2, 1)),))
+    answers: list[Versions] = [_spans((1, 2)), Spans((2,)), 2, mixed]
     served = [[-1.0, -1.0], torch.tensor([-1.0, -2.0]), np.array([-3.0]), (-4.0, -5.0)]
     own = [[-1.5, -1.0], torch.tensor([-1.0, -2.0]).bfloat16(), [-3.0], [-4.0, -5.25]]
     assert client.report_logprobs(answers, served, own, trained_version=3) == 7
@@ -109,6 +112,7 @@ async def test_more_versions_than_one_call_takes(
 def test_nothing_is_sent_of_no_tokens(client: Client, servicer: Servicer) -> None:
     assert client.report_logprobs(_spans((2, 2), keys=(1,)), [-1, -1], [-1, -1]) == 0
     assert client.report_logprobs([], [], []) == 0
+    assert client.report_logprobs([TokenSpans(()), TokenSpans(())], [[], []], [[], []]) == 0
     assert "ReportLogprobs" not in servicer.calls
 
 
@@ -119,7 +123,10 @@ def test_tokens_that_are_far_apart_have_a_finite_sum() -> None:
 
 
 WRONG = [
-    ((1, [-1.0], [-1.0, -2.0]), "give as many own logprobs as came with sequence 0, 1, not 2"),
+    (
+        (1, [-1.0], [-1.0, -2.0]),
+        "give as many own logprobs as sequence 0 has of the answer, 1, not 2",
+    ),
     ((1, [[-1.0], [-1.0]], [[-1.0]]), "give own logprobs for each of 2 sequences served, not for"),
     (([1], [[-1.0], [-1.0]], [[-1.0]] * 2), "give versions for each of 2 sequences, not for 1"),
     ((_spans((1, 2)), [-1.0], [-1.0]), "give a logprob for each of 2 tokens of sequence 0, not 1"),

@@ -136,7 +136,7 @@ def _halves(ids: torch.Tensor) -> torch.Tensor:
 def test_a_model_that_returns_no_logits_is_refused(
     answer: Callable[[torch.Tensor], Any], message: str
 ) -> None:
-    model = _Noisy()
+    model: Any = _Noisy()
     model.forward = answer
     with pytest.raises(InvalidError, match=message):
         Probes.of(model, [[1, 2, 3]])

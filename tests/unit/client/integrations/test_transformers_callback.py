@@ -33,6 +33,7 @@ from weightsync_client import (
     UnavailableError,
 )
 from weightsync_client.integrations import WeightSyncCallback
+from weightsync_client.integrations.step_push import StepOptions
 from weightsync_client.source.modules import module_tensors
 
 if TYPE_CHECKING:
@@ -138,6 +139,15 @@ def test_each_version_brings_what_its_model_computes_for_the_probes(
     assert len(found) == 5
     assert found[3] == expected[0]
     assert found[3] != found[4]
+
+
+def test_steps_refuse_probes_that_belong_to_one() -> None:
+    assert StepOptions({"probes": Probes([[1, 2]])}).probes is None
+    assert StepOptions(probes=iter([[1, 2]])).probes == ((1, 2),)
+    with pytest.raises(InvalidError, match="the logprobs of probes are those of one step"):
+        StepOptions({"probes": Probes([[1, 2]], [[-0.5]])})
+    with pytest.raises(InvalidError, match="give 1 to 64 sequences, not 0"):
+        StepOptions(probes=[])
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
