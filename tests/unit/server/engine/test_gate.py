@@ -128,7 +128,7 @@ async def test_a_held_version_waits_for_somebody_to_accept_it(it: Plant) -> None
     report = await it.apply(2, clear_rejected=True, gate=reports)
     assert report.gate.outcome == pb.GATE_OUTCOME_REPORTED
     assert it.engine.serves == 2
-    assert record.held_reason == ""
+    assert record.hold_reason == ""
     assert it.here.model.table.get(3).serving == pb.SERVING_NO
 
 
