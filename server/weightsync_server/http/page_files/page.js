@@ -253,7 +253,7 @@ function secondsOf(phases) {
 
 // Most applies score nothing.
 const shownOf = (phases) => PHASES.filter((name) => name !== "score" || phases.score_s);
-const gateText = ({ outcome, reason, k3, k3_limit: limit, tokens }) => `gate ${words(outcome || "off")}` +
+const gateText = ({ outcome, reason, k3, k3_limit: limit, tokens }) => `gate ${outcome === "unspecified" ? "off" : words(outcome)}` +
   (tokens ? ` (k3 ${k3.toPrecision(2)}, limit ${limit.toPrecision(2)})` : "") + (reason ? `: ${reason}` : "");
 // Logarithmic: pauses of milliseconds and of seconds are in one table.
 const length = (total, most) => (most ? (100 * Math.log1p(total * 1e3)) / Math.log1p(most * 1e3) : 0);

@@ -19,6 +19,7 @@ from weightsync_server.auth import Endpoint, Role
 from weightsync_server.auth.admission import Admission
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.auth_interceptor import AuthorityInterceptor
+from weightsync_server.catalog.kept_probes import unpack
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.rpc import add_calls
 from weightsync_server.usecases.core import ServerCore, VersionBundle
@@ -180,3 +181,17 @@ async def test_bytes_that_do_not_make_the_digest_that_was_told_are_refused(
                 await until(lambda: there.metric("weightsync_follow_failures_total") > 0)
                 assert there.here.model.table.list() == []
     assert f"the trainer computed {'0' * 32}" in caplog.text
+
+
+async def test_probes_come_with_a_version(origin: World, tmp_path: Path) -> None:
+    probes = pb.Probes(probes=[pb.Probe(tokens=[1, 2, 3], logprobs=[-1.0, -2.0])])
+    async with served(origin) as (url, _):
+        for name, source in (("b", url), ("c", origin.model.store.url)):
+            number = 1 if name == "b" else 2
+            async with following(tmp_path / name, source) as there:
+                await origin.push(simple(number), number, probes=probes)
+                await until(lambda there=there, number=number: there.has(number))
+                record = there.here.model.table.get(number)
+                assert record.commit is not None
+                assert unpack(record.commit.probes) == probes
+                assert record.to_info().probe_count == 1
