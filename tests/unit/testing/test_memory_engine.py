@@ -181,6 +181,6 @@ async def test_scores_are_those_of_what_it_holds(tmp_path: Path) -> None:
         return scores
 
     engine.on_score = slow
-    with pytest.raises(WeightSyncError, match="not scored within 0.05 s") as caught:
+    with pytest.raises(WeightSyncError, match=r"not scored within 0\.05 s") as caught:
         await engine.score(sequences, lease.lease_id, 0.05)
     assert caught.value.reason is Reason.DEADLINE_EXCEEDED

@@ -183,15 +183,15 @@ async def test_bytes_that_do_not_make_the_digest_that_was_told_are_refused(
     assert f"the trainer computed {'0' * 32}" in caplog.text
 
 
-async def test_probes_come_with_a_version(origin: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", [False, True])
+async def test_probes_come_with_a_version(origin: World, tmp_path: Path, *, stored: bool) -> None:
     probes = pb.Probes(probes=[pb.Probe(tokens=[1, 2, 3], logprobs=[-1.0, -2.0])])
     async with served(origin) as (url, _):
-        for name, source in (("b", url), ("c", origin.model.store.url)):
-            number = 1 if name == "b" else 2
-            async with following(tmp_path / name, source) as there:
-                await origin.push(simple(number), number, probes=probes)
-                await until(lambda there=there, number=number: there.has(number))
-                record = there.here.model.table.get(number)
-                assert record.commit is not None
-                assert unpack(record.commit.probes) == probes
-                assert record.to_info().probe_count == 1
+        source = origin.model.store.url if stored else url
+        async with following(tmp_path / "b", source) as there:
+            await origin.push(simple(1), 1, probes=probes)
+            await until(lambda: there.has(1))
+            record = there.here.model.table.get(1)
+            assert record.commit is not None
+            assert unpack(record.commit.probes) == probes
+            assert record.to_info().probe_count == 1
