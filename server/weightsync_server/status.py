@@ -56,7 +56,7 @@ class AppliesStatus:
             return f"apply {status.apply_id} is in progress"
         if reason := newest.rejected_reason:
             return f"set clear_rejected to apply it anyway: it is rejected ({reason})"
-        if reason := newest.held_reason:
+        if reason := newest.hold_reason:
             return f"apply it with clear_rejected to accept it: its gate held it ({reason})"
         if reason := newest.refused_reason:
             return f"push weights that the model takes: {reason}"

@@ -35,7 +35,7 @@ def _titles(page: str) -> set[str]:
 
 def test_every_metric_is_explained(lone_server: LoneServer) -> None:
     families = family_names(text_string_to_metric_families(lone_server.scrape()))
-    explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z_]+)", METRICS))
+    explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z0-9_]+)", METRICS))
     assert explained == families | of_some_servers() | _of_vllm()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from weightsync.testing.memory_engine import MemoryEngine
-from weightsync.testing.scores import memory_logprobs
+from weightsync.testing.memory_engine import MemoryEngine, memory_logprobs
 
 __all__ = ["MemoryEngine", "memory_logprobs"]

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
+import struct
 import tempfile
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,6 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import build_header
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.testing.memory_rank import MemoryRank
-from weightsync.testing.scores import memory_logprobs
 
 #: Ranks as vLLM's of one tensor-parallel group.
 _NAME = "0/0/{}"
@@ -321,6 +323,26 @@ class MemoryEngine(MemoryRank):
         """Return what every rank is proved to hold; empty: no one version."""
         contents = {rank.content_digest for rank in self.ranks}
         return contents.pop() if len(contents) == 1 else ""
+
+
+def memory_logprobs(tensors: Mapping[str, bytes], tokens: Sequence[int]) -> list[float]:
+    """Return the log probability of every token but the first, from -5 to below 0.
+
+    They depend on the bytes of all tensors, on the token and on the one before it, and on nothing
+    else, so that a test computes what a trainer of the same bytes does.
+    """
+    content = 0
+    for name in sorted(tensors):
+        content = zlib.crc32(tensors[name], zlib.crc32(name.encode(), content))
+    pairs = itertools.pairwise(tokens)
+    return [_logprob(struct.pack("<QQ", before, token), content) for before, token in pairs]
+
+
+def _logprob(pair: bytes, content: int) -> float:
+    # In 32 bits, as it travels.
+    value = -5.0 + 4.9999 * zlib.crc32(pair, content) / (1 << 32)
+    found: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return found
 
 
 async def _unchanged(scores: list[list[float]]) -> list[list[float]]:

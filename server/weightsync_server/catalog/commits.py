@@ -180,7 +180,7 @@ class CommitService:
             await self.unmark(record)
 
     async def unmark(self, record: VersionRecord) -> None:
-        await self._pins.change(record.version, pinned=False, rejected="", held="")
+        await self._pins.change(record.version, pinned=False, rejected="", on_hold="")
 
     async def _erased(self, record: VersionRecord) -> None:
         try:

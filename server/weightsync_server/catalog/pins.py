@@ -13,14 +13,14 @@ class Pins:
     """Pins, rejections and the highest number ever used.
 
     Each change is made to what the store has then; of two servers that change something at the same
-    moment, the change of one may be lost. `rejected` and `held` have the reason by version,
+    moment, the change of one may be lost. `rejected` and `on_hold` have the reason by version,
     `highest` is that of the deleted committed versions.
     """
 
     def __init__(self, model: str, store: Store) -> None:
         self.pinned: set[int] = set()
         self.rejected: dict[int, str] = {}
-        self.held: dict[int, str] = {}
+        self.on_hold: dict[int, str] = {}
         self.highest = 0
         self._model = model
         self._store = store
@@ -36,7 +36,7 @@ class Pins:
         *,
         pinned: bool | None = None,
         rejected: str | None = None,
-        held: str | None = None,
+        on_hold: str | None = None,
     ) -> None:
         """Persist a change, then make it; what is None stays. An empty reason ends what it is for.
 
@@ -48,7 +48,7 @@ class Pins:
             if pinned is not None:
                 (pins.add if pinned else pins.discard)(version)
             reasons = _changed(self.rejected, version, rejected)
-            kept = _changed(self.held, version, "" if rejected else held)
+            kept = _changed(self.on_hold, version, "" if rejected else on_hold)
             await self._write(pins, reasons, kept, self.highest)
 
     async def use(self, version: int) -> None:
@@ -56,25 +56,27 @@ class Pins:
         async with self._lock:
             await self._read()
             highest = max(self.highest, version)
-            await self._write(self.pinned, self.rejected, self.held, highest)
+            await self._write(self.pinned, self.rejected, self.on_hold, highest)
 
     async def _read(self) -> None:
         marks = await self._store.read_marks(self._model)
         self.pinned = {int(version) for version in marks.get("pinned", [])}
         self.rejected = {int(v): str(reason) for v, reason in marks.get("rejected", {}).items()}
-        self.held = {int(v): str(reason) for v, reason in marks.get("held", {}).items()}
+        self.on_hold = {int(v): str(reason) for v, reason in marks.get("held", {}).items()}
         self.highest = max(self.highest, int(marks.get("highest", 0)))
 
     async def _write(
-        self, pins: set[int], reasons: dict[int, str], held: dict[int, str], highest: int
+        self, pins: set[int], reasons: dict[int, str], on_hold: dict[int, str], highest: int
     ) -> None:
-        now = pins, reasons, held, highest
-        if now == (self.pinned, self.rejected, self.held, self.highest):
+        now = pins, reasons, on_hold, highest
+        if now == (self.pinned, self.rejected, self.on_hold, self.highest):
             return
         marks = {"pinned": sorted(pins), "rejected": _named(reasons), "highest": highest}
         # Of a release that knows of none the document stays what it was.
-        await self._store.write_marks(self._model, marks | ({"held": _named(held)} if held else {}))
-        self.pinned, self.rejected, self.held, self.highest = now
+        await self._store.write_marks(
+            self._model, marks | ({"held": _named(on_hold)} if on_hold else {})
+        )
+        self.pinned, self.rejected, self.on_hold, self.highest = now
 
 
 def _changed(reasons: dict[int, str], version: int, reason: str | None) -> dict[int, str]:

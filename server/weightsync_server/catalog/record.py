@@ -58,7 +58,7 @@ class VersionRecord:
     Attributes:
         epoch: Epoch of its writer; 0: adopted.
         rejected_reason: Why "newest" skips it; empty: it does not.
-        held_reason: Why the gate of an apply held it; empty: none did.
+        hold_reason: Why the gate of an apply held it; empty: none did.
         refused_reason: Why every engine of this host refuses its content; empty: one may take it.
         pinned: It is never collected and keeps its slot.
         manifest: Only while it lies in a slot, verified: 37,000 tensors take about 15 MB.
@@ -86,7 +86,7 @@ class VersionRecord:
     residency: pb.Residency.ValueType = pb.RESIDENCY_ABSENT
     serving: pb.Serving.ValueType = pb.SERVING_NO
     rejected_reason: str = ""
-    held_reason: str = ""
+    hold_reason: str = ""
     refused_reason: str = ""
     pinned: bool = False
     manifest: Manifest | None = None
@@ -288,11 +288,11 @@ class VersionRecord:
         elif self.rejected_reason:
             self.serving = pb.SERVING_REJECTED
         else:
-            self.serving = pb.SERVING_HELD if self.held_reason else pb.SERVING_NO
+            self.serving = pb.SERVING_HELD if self.hold_reason else pb.SERVING_NO
 
-    def mark(self, *, pinned: bool, rejected_reason: str, held_reason: str = "") -> None:
+    def mark(self, *, pinned: bool, rejected_reason: str, hold_reason: str = "") -> None:
         self.pinned, self.rejected_reason = pinned, rejected_reason
-        self.held_reason = held_reason
+        self.hold_reason = hold_reason
 
     def refuse(self, reason: str) -> None:
         self.refused_reason = reason
@@ -339,7 +339,7 @@ class VersionRecord:
             durability=self.durability,
             residency=pb.RESIDENCY_DEVICE if self.in_place else self.residency,
             serving=pb.SERVING_REJECTED if refused else self.serving,
-            rejected_reason=self.rejected_reason or self.held_reason or refused,
+            rejected_reason=self.rejected_reason or self.hold_reason or refused,
             epoch=self.epoch,
             metadata=self.metadata,
             pinned=self.pinned,

@@ -67,7 +67,7 @@ class EngineServing:
 
         def good(version: int) -> bool:
             record = self._table.find(version)
-            marked = record is not None and (record.rejected_reason or record.held_reason)
+            marked = record is not None and (record.rejected_reason or record.hold_reason)
             return bool(record and record.commit and not marked)
 
         return next((v for v in reversed(self._history) if v != self.live and good(v)), 0)
@@ -172,7 +172,7 @@ class ServingState:
 
     async def withhold(self, version: int, reason: str) -> None:
         """Let nobody apply a version's content until `accept`; persisted."""
-        await self._mark(version, held=reason or "no reason given")
+        await self._mark(version, on_hold=reason or "no reason given")
 
     async def accept(self, version: int) -> None:
         """Make "newest" accept a version's content again, whatever its numbers; persisted."""
@@ -180,7 +180,7 @@ class ServingState:
         await self._table.refused.accept(content)
         for record in self._table.list():
             if record.version == version or (content and record.content_digest == content):
-                await self._mark(record.version, rejected="", held="")
+                await self._mark(record.version, rejected="", on_hold="")
 
     async def _mark(
         self,
@@ -188,10 +188,10 @@ class ServingState:
         *,
         pinned: bool | None = None,
         rejected: str | None = None,
-        held: str | None = None,
+        on_hold: str | None = None,
     ) -> VersionRecord:
         record = self._table.get(version)
-        await self._pins.change(version, pinned=pinned, rejected=rejected, held=held)
+        await self._pins.change(version, pinned=pinned, rejected=rejected, on_hold=on_hold)
         self.restore_marks(record)
         return record
 
@@ -199,7 +199,7 @@ class ServingState:
         record.mark(
             pinned=record.version in self._pins.pinned,
             rejected_reason=self._pins.rejected.get(record.version, ""),
-            held_reason=self._pins.held.get(record.version, ""),
+            hold_reason=self._pins.on_hold.get(record.version, ""),
         )
         self._settle(record)
 
@@ -210,8 +210,8 @@ class ServingState:
 
     def _renew_marks(self, record: VersionRecord) -> None:
         version, pins = record.version, self._pins
-        here = record.pinned, record.rejected_reason, record.held_reason
-        kept = version in pins.pinned, pins.rejected.get(version, ""), pins.held.get(version, "")
+        here = record.pinned, record.rejected_reason, record.hold_reason
+        kept = version in pins.pinned, pins.rejected.get(version, ""), pins.on_hold.get(version, "")
         if record.commit is not None and here != kept:
             self.restore_marks(record)
 

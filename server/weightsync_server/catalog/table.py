@@ -125,7 +125,7 @@ class VersionTable:
     def newest_applicable(self, engines: Collection[str] = ()) -> VersionRecord:
         """Return the newest committed version that nobody rejects and no engine here refuses."""
         # The content is what was found bad: pushed again it is no better under another number.
-        marked = (r for r in self.list() if r.rejected_reason or r.held_reason)
+        marked = (r for r in self.list() if r.rejected_reason or r.hold_reason)
         rejected = {r.content_digest for r in marked}
         for record in sorted(self.list(), key=lambda record: -record.order):
             committed = record.durability == pb.DURABILITY_COMMITTED
@@ -145,7 +145,7 @@ class VersionTable:
 
     def hold(self, record: VersionRecord) -> str:
         """Return why a version's content is held, under whatever number; "": it is not."""
-        return next((one.held_reason for one in self._same(record) if one.held_reason), "")
+        return next((one.hold_reason for one in self._same(record) if one.hold_reason), "")
 
     def _same(self, record: VersionRecord) -> builtins.list[VersionRecord]:
         content = record.content_digest

@@ -98,7 +98,7 @@ class GatedEngine:
         return {PAUSED_SCORES, FENCES_ON_EXPIRY} <= self.capabilities
 
     @property
-    def beside(self) -> bool:
+    def scores_live(self) -> bool:
         return SCORES in self.capabilities
 
 
@@ -151,7 +151,7 @@ def _when(
 ) -> tuple[pb.GateWhen.ValueType, str]:
     """Return when engines score, or OFF and why they do not although nobody said so."""
     late = next((one.name for one in scoring if not one.paused), "")
-    never = next((one.name for one in scoring if not one.beside), "")
+    never = next((one.name for one in scoring if not one.scores_live), "")
     if asked == pb.GATE_WHEN_BEFORE and late:
         raise WeightSyncError(
             Reason.ENGINE_UNSUPPORTED,
@@ -273,8 +273,8 @@ def refuses(report: pb.GateReport) -> bool:
 
 def refusal(report: pb.GateReport, base: int) -> GateRefusedError:
     """Return the error of an apply that its gate has undone: `base` is served again."""
-    held = report.outcome == pb.GATE_OUTCOME_HELD
-    end = "this version is held" if held else "this content is rejected"
+    on_hold = report.outcome == pb.GATE_OUTCOME_HELD
+    end = "this version is held" if on_hold else "this content is rejected"
     return GateRefusedError(
         f"{report.reason}: version {base} is served again and {end}; {remedy(report)}", report
     )

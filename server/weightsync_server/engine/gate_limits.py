@@ -176,5 +176,5 @@ def remedy(report: pb.GateReport) -> str:
     if report.tokens and not report.k3 <= report.k3_limit:
         return "look for swapped or transposed tensors in the export"
     if report.step_k3_limit and not report.step_k3 <= report.step_k3_limit:
-        return "look at the trainer's last steps, or raise step_k3_limit"
+        return "check the trainer's last steps, or raise step_k3_limit"
     return "apply it again with another time_limit or --gate after, or see vLLM's log"

@@ -28,8 +28,8 @@ class GateRefusedError(WeightSyncError):
     """A gate has not let a version go live, for what `report` shows."""
 
     def __init__(self, message: str, report: pb.GateReport) -> None:
-        held = report.outcome == pb.GATE_OUTCOME_HELD
-        facts = {"gate": "held" if held else "rolled_back"}
+        on_hold = report.outcome == pb.GATE_OUTCOME_HELD
+        facts = {"gate": "held" if on_hold else "rolled_back"}
         super().__init__(Reason.APPLY_RESTORED, message, metadata=facts)
         self.report = report
 

@@ -207,7 +207,6 @@ class EngineSupervisor:
         """Show what scoring probes on this engine has shown."""
         self.served.gate = report
         self._shown.set_gate(report)
-        self.context.metrics.gates.count(report)
 
     def cutover(self, session: EngineSession) -> Cutover:
         return Cutover(session, self.journal, self._shown, self.progress)

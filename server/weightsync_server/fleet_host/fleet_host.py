@@ -471,7 +471,7 @@ class LocalHost:
         if digest == self._refused[0]:
             self._refused = ("", "")
         same = [one for one in self._model.table.list() if one.content_digest == digest]
-        if any(one.rejected_reason or one.held_reason for one in same):
+        if any(one.rejected_reason or one.hold_reason for one in same):
             # With it all that have this content.
             await self._model.serving.accept(same[0].version)
 

@@ -89,8 +89,8 @@ _REQUESTS = {
 
 
 class EngineGauges:
-    def __init__(self, model: str, registry: CollectorRegistry) -> None:
-        self.model = model
+    def __init__(self, model: str, registry: CollectorRegistry, gates: GateMetrics) -> None:
+        self.model, self.gates = model, gates
         self.served = Gauge(
             "weightsync_served_version",
             "Version that a rank serves; 0: none.",
@@ -169,6 +169,8 @@ class EngineMetrics:
         self._gauges["weightsync_serving"].set(serving)
 
     def set_gate(self, report: pb.GateReport) -> None:
+        """Show what the last gate has found, and count it."""
+        self._families.gates.count(report)
         for name, value in (
             ("k3", report.k3),
             ("mean_abs", report.mean_abs),
@@ -287,7 +289,6 @@ class Metrics:
             self._violations.labels(invariant)
         self.deltas = DeltaMetrics(self)
         self.loaders = LoaderMetrics(self)
-        self.gates = GateMetrics(self)
         self._state()
         self._build_info()
 
@@ -303,7 +304,7 @@ class Metrics:
         info.labels(**build).set(1)
 
     def _state(self) -> None:
-        self._engines = EngineGauges(self._model, self.registry)
+        self._engines = EngineGauges(self._model, self.registry, GateMetrics(self))
         self._last_apply = self.gauge(
             "weightsync_last_apply_timestamp_seconds", "When the last apply succeeded, Unix time."
         )

@@ -375,7 +375,9 @@ class Follower:
             if push.state.committed is None:
                 await self._origin.bring(push, fetch)
             probes = await self._origin.probes(version)
-            commit = pb.CommitPushRequest(content_digest=version.content_digest, probes=probes)
+            commit = pb.CommitPushRequest(content_digest=version.content_digest)
+            if probes is not None:
+                commit.probes.CopyFrom(probes)
             await self._pushes.commit_push(push, commit)
         except WeightSyncError as error:
             await self._give_up(push, fetch, error)

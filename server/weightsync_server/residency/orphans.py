@@ -78,7 +78,7 @@ class OrphanReaper:
         if record.served:
             # What an engine served under a number is never another content.
             self._spawn(self._commits.scrub(record))
-        elif record.pinned or record.rejected_reason or record.held_reason:
+        elif record.pinned or record.rejected_reason or record.hold_reason:
             self._spawn(self._commits.unmark(record))
 
     async def revive(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from weightsync.engine import EngineState, OnExpiry, OpenApply, PauseSpec, SwitchOrder
-from weightsync.errors import WeightSyncError
-from weightsync.testing import MemoryEngine
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.testing import MemoryEngine, memory_logprobs
 from weightsync.testing.memory_rank import _Prepared
 
 if TYPE_CHECKING:
@@ -158,3 +158,29 @@ async def test_an_engine_whose_time_is_over_is_fenced_unless_it_waits_for_a_deci
     await engine.serve_for(0.02)
     await _until(engine, EngineState.FENCED)
     assert engine.events[-1] == "overdue"
+
+
+async def test_scores_are_those_of_what_it_holds(tmp_path: Path) -> None:
+    engine = MemoryEngine({"a": ("U8", (4,), bytes(4))}, tmp_path / "no.sock")
+    with pytest.raises(WeightSyncError, match="does not generate"):
+        await engine.score([[1, 2]], "", 1.0)
+    engine._condition = EngineState.SERVING
+    sequences = [[1, 2, 3], [3, 2]]
+    found = await engine.score(sequences, "", 1.0)
+    assert found == [memory_logprobs({"a": bytes(4)}, tokens) for tokens in sequences]
+    assert [len(one) for one in found] == [2, 1]
+    assert all(-5 <= one < 0 for each in found for one in each)
+    assert found != [memory_logprobs({"a": b"\1" * 4}, tokens) for tokens in sequences]
+    lease = await engine.pause(PauseSpec(), 5.0)
+    assert await engine.score(sequences, lease.lease_id, 1.0) == found
+    with pytest.raises(WeightSyncError, match="is not the current lease"):
+        await engine.score(sequences, "other", 1.0)
+
+    async def slow(scores: list[list[float]]) -> list[list[float]]:
+        await asyncio.sleep(60)
+        return scores
+
+    engine.on_score = slow
+    with pytest.raises(WeightSyncError, match=r"not scored within 0\.05 s") as caught:
+        await engine.score(sequences, lease.lease_id, 0.05)
+    assert caught.value.reason is Reason.DEADLINE_EXCEEDED

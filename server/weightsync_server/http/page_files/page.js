@@ -3,7 +3,7 @@
 // page as text and never as markup: there is no innerHTML here, and the page's policy forbids it.
 
 const EVENTS = "v1/weightsync/events", TOKEN = `weightsync token ${location.pathname}`;
-const PHASES = ["prepare", "pause", "commit", "verify", "resume"], PAUSED = [...PHASES.slice(1), "other"];
+const PHASES = ["prepare", "pause", "commit", "verify", "score", "resume"], PAUSED = [...PHASES.slice(1), "other"];
 const SHOWN = 20, MOST_OPEN_RANKS = 16, RATE_S = 5, SILENCE_S = 25, MOST_NAMED = 3;
 const parts = {};
 const toggled = new Set();
@@ -105,7 +105,7 @@ const each = (common, all) => String(common || [...new Set(all)].filter(Boolean)
 // Sentences name fields of calls; people type commands, as the CLI shows them.
 const remedy = (reason) => parts.remedies?.[reason];
 
-const DOING = { prepare: "prepare", pause: "pause", commit: "commit and verify", resume: "resume", wait: "waiting for other engines or the fleet", restore: "going back to the version before" };
+const DOING = { prepare: "prepare", pause: "pause", commit: "commit and verify", score: "scoring probes", resume: "resume", wait: "waiting for other engines or the fleet", restore: "going back to the version before" };
 const doing = ({ phase }) => DOING[phase] ?? words(phase);
 // Without seconds: a screen reader says this line whenever it changes.
 function runningText({ running_apply: running }, several) {
@@ -200,7 +200,7 @@ function showEngines() {
     return {
       key, detail: one.ranks.length && isOpen(key, few) ? ranks() : undefined,
       cells: [one.name, { content: words(one.state), class: kind }, String(one.live_version || "none"),
-        { content: `${proved.length} of ${count(one.ranks.length, "rank")}${known ? "" : " when it last served"}`, class: known && whole ? "good" : "" },
+        { content: `${proved.length} of ${count(one.ranks.length, "rank")}${known ? "" : " when it last served"}${one.gate ? `; ${gateText(one.gate)}` : ""}`, class: known && whole ? "good" : "" },
         digest(one.live_content_digest), one.kind + (!["", "none"].includes(one.vllm_version) ? `, vLLM ${one.vllm_version}` : ""),
         one.ranks.length ? toggle(key, "Ranks", `of engine ${one.name}`, few, detailId("engine-rows", key)) : "none"],
     };
@@ -251,6 +251,10 @@ function secondsOf(phases) {
   return found;
 }
 
+// Most applies score nothing.
+const shownOf = (phases) => PHASES.filter((name) => name !== "score" || phases.score_s);
+const gateText = ({ outcome, reason, k3, k3_limit: limit, tokens }) => `gate ${outcome === "unspecified" ? "off" : words(outcome)}` +
+  (tokens ? ` (k3 ${k3.toPrecision(2)}, limit ${limit.toPrecision(2)})` : "") + (reason ? `: ${reason}` : "");
 // Logarithmic: pauses of milliseconds and of seconds are in one table.
 const length = (total, most) => (most ? (100 * Math.log1p(total * 1e3)) / Math.log1p(most * 1e3) : 0);
 
@@ -258,7 +262,7 @@ function bars(phases, longest) {
   const seconds = secondsOf(phases);
   const bar = (names, total, most) => el("span", { class: "bar", "--width": `${length(total, most)}%` },
     names.filter((name) => seconds[name]).map((name) => el("span", { class: name, "--part": String(seconds[name] / total) })));
-  return el("div", { role: "img", "aria-label": [...PHASES, "other"].map((name) => `${name} ${duration(seconds[name])}`).join(", ") },
+  return el("div", { role: "img", "aria-label": [...shownOf(phases), "other"].map((name) => `${name} ${duration(seconds[name])}`).join(", ") },
     bar(["prepare"], seconds.prepare, longest.prepare), bar(PAUSED, seconds.paused, longest.paused));
 }
 
@@ -271,7 +275,8 @@ function applyDetail(one) {
   return [
     one.reason && line(one.reason), help && line(`What to do: ${help}`), one.cause && line(`Cause: ${one.cause}`),
     line(`Asked for by ${one.requested_by}. ${one.apply_id ? `Apply ${one.apply_id}.` : "Nothing was begun."} It took ${duration(one.took_s)}.`),
-    one.phases && line(`Written: ${size(one.written_bytes)}, ${one.strategy}. ${PHASES.map((name) => `${name} ${duration(one.phases[`${name}_s`])}`).join(", ")}; paused ${duration(one.phases.paused_total_s)}.`),
+    one.phases && line(`Written: ${size(one.written_bytes)}, ${one.strategy}. ${shownOf(one.phases).map((name) => `${name} ${duration(one.phases[`${name}_s`])}`).join(", ")}; paused ${duration(one.phases.paused_total_s)}.`),
+    one.gate && line(`${gateText(one.gate)}.`),
     absent.map(({ engine, absent: why }) => line(`Engine ${engine} took no part: ${why}`)),
     ranks.length ? table(`apply-ranks ${one.number}`, `Ranks of apply ${one.number}`, ["Engine", "Rank", "Written", "Commit", "Verify", "Proved content", "Error"], ranks) : line("No rank is recorded."),
   ].flat().filter(Boolean);

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from google.protobuf import duration_pb2
 
-from tests.unit.server.engine.plant import Engine, Plant, plant, probes, tensors, until
+from tests.unit.server.engine.plant import ENGINE, Engine, Plant, plant, probes, tensors, until
 from tests.unit.server.world import MODEL
 from weightsync import failpoints
 from weightsync.engine import PAUSED_SCORES, SCORES, EngineState, OnExpiry
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.testing import memory_logprobs
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine.journal import Entry
+from weightsync_server.engine.reconcile import overruled
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -125,7 +128,7 @@ async def test_a_held_version_waits_for_somebody_to_accept_it(it: Plant) -> None
     report = await it.apply(2, clear_rejected=True, gate=reports)
     assert report.gate.outcome == pb.GATE_OUTCOME_REPORTED
     assert it.engine.serves == 2
-    assert record.held_reason == ""
+    assert record.hold_reason == ""
     assert it.here.model.table.get(3).serving == pb.SERVING_NO
 
 
@@ -363,14 +366,15 @@ async def test_nobody_is_served_by_what_was_not_let_go(
             reached = await _at(dying, point)
             call = asyncio.create_task(it.apply(2, idempotency_key="k"))
             await until(lambda: bool(reached))
-            assert engine._lease.on_expiry is OnExpiry.FENCE
+            fences = engine._lease.on_expiry is OnExpiry.FENCE
             # Nothing of this server is left but what it has written down.
             begun = len(engine.served)
             for task in it.applier._calls._running:
                 task.cancel()
             await asyncio.gather(call, return_exceptions=True)
         await it.keeper.stop()
-    await until(lambda: engine._condition is EngineState.FENCED)
+    assert fences
+    await until(lambda: engine._condition is EngineState.FENCED, 5)
     async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert engine.serves == it.here.model.serving.live == served
@@ -378,6 +382,23 @@ async def test_nobody_is_served_by_what_was_not_let_go(
         report = await it.apply(2, idempotency_key="k")
         assert report.version == engine.serves == 2
         assert it.engine.served[begun:] == sorted({served, 2})
+
+
+async def test_what_was_not_let_go_is_overruled_also_without_the_version_before(
+    it: Plant,
+) -> None:
+    await it.push_probed(2)
+    table = it.here.model.table
+    intent = Entry("INTENT", "x", 2, 99, engine=ENGINE, gated=True)
+    await it.journal._file.append(intent)
+    assert (it.journal.decided, it.journal.refused) == (99, 2)
+    assert overruled(it.journal, table, table.get(2))
+    assert not overruled(it.journal, table, table.get(1))
+    await it.journal._file.append(replace(intent, event="COMMIT"))
+    assert (it.journal.decided, it.journal.refused) == (2, 0)
+    assert overruled(it.journal, table, table.get(1))
+    await it.journal._file.end(intent, None, in_store=False)
+    assert (it.journal.decided, it.journal.refused) == (0, 0)
 
 
 async def test_a_decision_that_the_disk_refuses_is_none(

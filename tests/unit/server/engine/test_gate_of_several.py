@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
@@ -99,12 +100,13 @@ async def test_rolling_the_first_goes_alone_and_the_others_do_not_score(
         others = []
 
         async def look(scores: list[list[float]]) -> list[list[float]]:
-            others.append([engines[name]._condition for name in "bc"])
+            await asyncio.sleep(0.3)
+            others.append([engines[name].serves for name in "bc"])
             return scores
 
         engines["a"].on_score = look
         await it.apply(2, order=ROLLING, max_unavailable=3)
-        assert others == [["serving"] * 2] * 2
+        assert others == [[1, 1]] * 2
         assert it.serves() == dict.fromkeys(NAMES, 2)
         assert _scores(it) == {"a": 2, "b": 0, "c": 0}
 

@@ -147,7 +147,7 @@ def course(seed: int, together: Together) -> Course:
     engines = [Engine(name, made) for name in "abcd"[: made.chance.randint(1, 4)]]
     journal, cut = Journal(made), made.chance.uniform(0, 40)
     target = SimpleNamespace(apply_id="a", digest="d", record=SimpleNamespace(version=2))
-    plan = SimpleNamespace(target=target, base=None)
+    plan = SimpleNamespace(target=target, base=None, gate=None)
 
     async def run() -> None:
         members = [LocalEngine(*cast("Any", (one, None, None))) for one in engines]
@@ -237,7 +237,7 @@ def test_a_decision_that_is_begun_is_made_whoever_is_cancelled() -> None:
         target = SimpleNamespace(apply_id="a", digest="d", record=SimpleNamespace(version=2))
         engine = Engine("a", made)
         engine.fails, engine.unproved = set(), False
-        plan = SimpleNamespace(target=target, base=None)
+        plan = SimpleNamespace(target=target, base=None, gate=None)
         member = LocalEngine(*cast("Any", (engine, None, None)))
         ledger = JournalLedger([EnginePlan(member, cast("Any", plan))], cast("Any", journal), 60.0)
         await ledger.begin()

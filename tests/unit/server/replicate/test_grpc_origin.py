@@ -19,6 +19,7 @@ from weightsync_server.auth import Endpoint, Role
 from weightsync_server.auth.admission import Admission
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.auth_interceptor import AuthorityInterceptor
+from weightsync_server.catalog.kept_probes import unpack
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.rpc import add_calls
 from weightsync_server.usecases.core import ServerCore, VersionBundle
@@ -181,3 +182,17 @@ async def test_bytes_that_do_not_make_the_digest_that_was_told_are_refused(
                 await until(lambda: there.metric("weightsync_follow_failures_total") > 0)
                 assert there.here.model.table.list() == []
     assert f"the trainer computed {'0' * 32}" in caplog.text
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_probes_come_with_a_version(origin: World, tmp_path: Path, *, stored: bool) -> None:
+    probes = pb.Probes(probes=[pb.Probe(tokens=[1, 2, 3], logprobs=[-1.0, -2.0])])
+    async with served(origin) as (url, _):
+        source = origin.model.store.url if stored else url
+        async with following(tmp_path / "b", source) as there:
+            await origin.push(simple(1), 1, probes=probes)
+            await until(lambda: there.has(1))
+            record = there.here.model.table.get(1)
+            assert record.commit is not None
+            assert unpack(record.commit.probes) == probes
+            assert record.to_info().probe_count == 1
