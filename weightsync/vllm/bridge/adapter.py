@@ -124,9 +124,9 @@ class VllmEngine:
         self._changes = asyncio.Lock()
         ResumeGuard(llm.engine_core, self.condition, self._changes.locked, self._sleep.resumed)
         settings = EngineSettings.load()
-        self._keys = EngineKeys(llm, self._vllm.cores, settings.cache_lineage)
+        keys = EngineKeys(llm, self._vllm.cores, settings.cache_lineage)
         self._scores = EngineScores(llm, self._vllm.cores)
-        self._generation = GenerationControl(self._vllm, self._keys, self._end_fenced)
+        self._generation = GenerationControl(self._vllm, keys, self._end_fenced)
         self._served = ""
         #: Whether what was started last is what vLLM itself has loaded, and nobody had proved.
         self._unproved = False
@@ -156,7 +156,7 @@ class VllmEngine:
         await self._generation.first_stop()
         await self._scores.begin()
         found = self._info.capabilities | self._scores.capabilities
-        if self._keys.kind is Lineage.CORE:
+        if self._generation.keys.kind is Lineage.CORE:
             found |= {CACHE_LINEAGE}
         self._info = dataclasses.replace(self._info, capabilities=found)
 
@@ -184,6 +184,7 @@ class VllmEngine:
         if newest is not None:
             self.live.newest = newest
         state, reason = self.condition()
+        keys = self._generation.keys
         return EngineHealth(
             state,
             reason,
@@ -191,10 +192,10 @@ class VllmEngine:
             self._vllm.requests,
             self._sleep.asleep,
             open_apply=self._lease.open_apply,
-            cache_key="" if self._keys.kind is Lineage.NONE else self._keys.key,
-            cut_requests=self._keys.cut,
-            moved_requests=self._keys.moved,
-            key_move_s=self._keys.move_s,
+            cache_key="" if keys.kind is Lineage.NONE else keys.key,
+            cut_requests=keys.cut,
+            moved_requests=keys.moved,
+            key_move_s=keys.move_s,
         )
 
     async def serve_for(self, seconds: float | None) -> None:
@@ -350,7 +351,7 @@ class VllmEngine:
         # Without the lock: what stops vLLM must not wait for a rank that hangs.
         try:
             base = self._workers.versions.get(order.base_digest, 0)
-            outcome = await self._workers.switch(order, base, self._generation, self._keys)
+            outcome = await self._workers.switch(order, base, self._generation)
         finally:
             if not self._lease.id:
                 self._sleep.release()

@@ -37,7 +37,7 @@ class GenerationControl:
         self.patience_s = PATIENCE_S
         self.live = LiveVersions(labelled="weight_version" in vllm.capabilities)
         self._vllm = vllm
-        self._keys = keys
+        self.keys = keys
         #: What the last pause wanted; what stopped for another reason reads no old keys.
         self._cache = CacheUse.RECOMPUTE
         self._on_late = on_late
@@ -83,7 +83,7 @@ class GenerationControl:
     async def first_stop(self) -> None:
         """Return when generation stands still, however long that takes in a vLLM that starts."""
         await guarded(self._pause("keep", clear_cache=False))
-        await self._keys.begin()
+        await self.keys.begin()
 
     async def halt(self, mode: str = "keep") -> None:
         """Return when generation stands still; without effect when it does."""
@@ -97,7 +97,7 @@ class GenerationControl:
         stood = not self.generating
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
-        self.live.begin(version, self._keys.kept(self._cache, cleared=self._cleared))
+        self.live.begin(version, self.keys.kept(self._cache, cleared=self._cleared))
         self._cleared = False
         one = self._vllm.cores.count == 1
         start = self._start_one if one else self._start_all
@@ -116,7 +116,7 @@ class GenerationControl:
     async def _start_one(self, version: int, digest: str, *, stood: bool) -> bool:
         del stood
         # All are sent before an answer is waited for; vLLM does them one after the other.
-        move = self._keys.move(digest, self._cache)
+        move = self.keys.move(digest, self._cache)
         labelled, _, _ = await asyncio.gather(self._set_version(version), move, self._resume())
         return labelled
 
@@ -125,7 +125,7 @@ class GenerationControl:
         if not stood:
             await self._vllm.pause("keep", clear_cache=False)
         labelled = await self._set_version(version)
-        await self._keys.move(digest, self._cache)
+        await self.keys.move(digest, self._cache)
         await self._resume()
         return labelled
 
@@ -149,7 +149,7 @@ class GenerationControl:
             return False
 
     async def _stop(self, spec: PauseSpec) -> str:
-        clears = self._keys.clears(spec.cache)
+        clears = self.keys.clears(spec.cache)
         if spec.mode != "wait":
             await self._owed(self._pause(spec.mode, clear_cache=clears), "pause")
             return spec.mode

@@ -10,7 +10,6 @@ from typing import Any
 from weightsync import clock, failpoints
 from weightsync.engine import SwitchOrder, SwitchOutcome
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge.engine_keys import EngineKeys
 from weightsync.vllm.bridge.generation import GenerationControl
 from weightsync.vllm.bridge.llm_calls import VllmCalls, WorkerRpc, error_text
 
@@ -159,7 +158,6 @@ class WorkerCalls:
         order: SwitchOrder,
         base_version: int,
         generation: GenerationControl,
-        keys: EngineKeys,
     ) -> SwitchOutcome:
         """Return what the ranks go on with, and label outputs accordingly.
 
@@ -170,9 +168,9 @@ class WorkerCalls:
         args = {"apply_id": order.apply_id, "base_id": order.base_id, "limit_s": order.limit_s}
         self.switching = True
         try:
-            live.attempt(order.version, keys.kept(order.cache, cleared=False))
+            live.attempt(order.version, generation.keys.kept(order.cache, cleared=False))
             call = asyncio.ensure_future(
-                self.call(SWITCH, args, keys.switching(order, self._vllm.rpc))
+                self.call(SWITCH, args, generation.keys.switching(order, self._vllm.rpc))
             )
             # Right behind the call in vLLM's queue, so that no step comes between the two.
             label = generation.label(order.version)

@@ -81,13 +81,13 @@ def _alone(core: Any) -> Iterator[None]:
     """Let the scheduler know no request but those that come in the block, and step."""
     scheduler = core.scheduler
     paused = type(scheduler.pause_state)
-    held = {name: getattr(scheduler, name) for name in _QUEUES if hasattr(scheduler, name)}
+    existing = {name: getattr(scheduler, name) for name in _QUEUES if hasattr(scheduler, name)}
     slots = _free_slots(core)
     limits = {name: slots for name in _LIMITS if hasattr(scheduler, name)}
     tokens = min(scheduler.max_num_scheduled_tokens, _STEP_TOKENS)
     present = {
         "running": [],
-        **{name: type(queue)() for name, queue in held.items()},
+        **{name: type(queue)() for name, queue in existing.items()},
         **limits,
         "max_num_scheduled_tokens": tokens,
         **({"num_waiting_for_streaming_input": 0} if _streams(scheduler) else {}),
