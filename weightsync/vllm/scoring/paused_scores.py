@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from weightsync import clock
 from weightsync.vllm.lineage.core_keys import preempt
 
 __all__ = ["CAN_SCORE", "SCORE", "add_utilities"]
@@ -70,7 +70,7 @@ def _score(core: Any, sequences: list[list[int]], limit_s: float) -> dict[str, A
         return {"error": "the engine generates; pause it first"}
     try:
         with _alone(core):
-            return _Scoring(core, sequences).run(time.monotonic() + limit_s)
+            return _Scoring(core, sequences).run(clock.monotonic() + limit_s)
     except Exception as error:
         logger.exception("weightsync: sequences were not scored")
         return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
@@ -151,7 +151,7 @@ class _Scoring:
         try:
             while len(self._scores) < len(self._order) and not error:
                 idle = 0 if self._step() else idle + 1
-                if time.monotonic() > deadline:
+                if clock.monotonic() > deadline:
                     error = "they were not scored in time"
                 elif idle >= _IDLE_STEPS:
                     error = "no block of the key-value cache is free for them"
@@ -202,7 +202,7 @@ def _request(core: Any, name: str, tokens: list[int], mark: str) -> Any:
         "sampling_params": SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
         ),
-        "arrival_time": time.time(),
+        "arrival_time": clock.wall_ns() / 1e9,
         # No other request finds a key of theirs, under any version.
         "cache_salt": f"weightsync-probe-{mark}",
     }
