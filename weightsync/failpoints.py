@@ -168,6 +168,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "bridge.hello": "a server said hello",
         "bridge.pause": "before vLLM is asked to pause",
         "bridge.paused": "vLLM is paused, the answer is not sent",
+        "bridge.score": "before vLLM is asked to score sequences",
         "bridge.switch": "before vLLM is asked to switch between two steps",
         "bridge.switched": "the ranks have switched, the answer is not sent",
         "bridge.call": "before a worker call",

@@ -202,7 +202,7 @@ def _request(core: Any, name: str, tokens: list[int], mark: str) -> Any:
         "sampling_params": SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
         ),
-        "arrival_time": clock.wall_ns() / 1e9,
+        "arrival_time": clock.wall(),
         # No other request finds a key of theirs, under any version.
         "cache_salt": f"weightsync-probe-{mark}",
     }
