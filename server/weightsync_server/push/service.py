@@ -243,6 +243,7 @@ class PushService:
             self._check_same(push.state.committed, request)
             return push.lifecycle.again()
         self._model.epochs.check(push.state.record.epoch)
+        push.state.writers.check(request.writer)
         take_probes(push.state, request)
         push.state.cast_tensors = max(push.state.cast_tensors, request.cast_tensors)
         await meet(push, request)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.unit.server.push.boxes import sharded, version
 from tests.unit.server.push.test_commit import ask, refused, sent
 from tests.unit.server.world import World, content, one_stream, simple, world
 from weightsync.errors import Reason, WeightSyncError
@@ -105,3 +107,37 @@ def test_what_cannot_be_read_is_none() -> None:
     assert kept_probes.unpack("") is None
     for text in ("4:", "4:!!", kept[:-9], "4:" + "A" * 40):
         assert kept_probes.unpack(text) is None
+
+
+async def test_who_is_no_writer_leaves_no_probes(here: World) -> None:
+    push = await sent(here, simple(1), version=1)
+    other = _one(tokens=[1, 2])
+    error = await refused(here, ask(push, probes=other, writer=3))
+    assert "number them from 0" in error.message
+    await here.pushes.commit(ask(push, probes=GOOD))
+    assert here.model.table.get(1).to_info().probe_count == 4
+
+
+@pytest.mark.parametrize("again", ["none", "same"])
+async def test_several_writers_send_the_same_probes_or_none(here: World, again: str) -> None:
+    shards = version(shards=1)
+    first, second = sharded(shards, 2)
+    for writer in (first, second):
+        await writer.begin(here)
+        await writer.stream(here)
+
+    def asked(writer: int, probes: pb.Probes | None) -> pb.CommitPushRequest:
+        return ask(first.push_id, writer=writer, probes=probes)
+
+    waiting = asyncio.ensure_future(here.pushes.commit(asked(0, GOOD)))
+    await asyncio.sleep(0)
+    error = await refused(here, asked(1, _one(tokens=[1, 2])))
+    assert error.reason is Reason.REQUEST_INVALID
+    assert "leave the probes of writer 1 out: another writer" in error.message
+    assert not waiting.done()
+    assert here.model.table.get(1).commit is None
+    answer = await here.pushes.commit(asked(1, GOOD if again == "same" else None))
+    assert answer.content_digest == (await waiting).content_digest == content(shards)
+    commit = here.model.table.get(1).commit
+    assert commit is not None
+    assert kept_probes.unpack(commit.probes) == GOOD
