@@ -102,6 +102,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "apply.committed": "every rank has answered the commit",
         "gate.score": "every rank is proved, before its probes are scored",
         "gate.scored": "the probes are scored, what they mean is not written down",
+        "gate.refused": "what is live is refused, which is written down, and is not left",
         "gate.score_live": "generation runs on the new version, before its probes are scored",
         "gate.decide": "before it is written down that the probes let the version go",
         "gate.decided": "that is durable, generation still stands",

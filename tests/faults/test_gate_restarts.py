@@ -55,8 +55,13 @@ class Site:
         last.commit.probes.CopyFrom(probes)
         self.server.stub.PushWeights(iter([*messages, last]), timeout=20)
 
-    def apply(self, version: int, key: str) -> pb.ApplyReport:
-        request = pb.ApplyVersionRequest(model=MODEL, version=version, idempotency_key=key)
+    def apply(
+        self, version: int, key: str, when: pb.GateWhen.ValueType = pb.GATE_WHEN_UNSPECIFIED
+    ) -> pb.ApplyReport:
+        gate = pb.GateOptions(when=when)
+        request = pb.ApplyVersionRequest(
+            model=MODEL, version=version, idempotency_key=key, gate=gate
+        )
         return self.server.stub.ApplyVersion(request, timeout=20).report
 
     @property
@@ -135,3 +140,35 @@ def test_probes_outlive_the_server_and_a_bad_version_does_not_serve(site: Site) 
     with contextlib.suppress(grpc.RpcError):
         site.apply(2, "k")
     assert site.engine.events.count("score") == scores
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(point, marks=() if point == "gate.refused" else pytest.mark.battery)
+        for point in ("gate.refused", "apply.restore", "apply.restored")
+    ],
+)
+def test_a_server_that_dies_over_what_it_refused_leaves_it_when_it_is_back(
+    site: Site, point: str
+) -> None:
+    after = point == "gate.refused"
+    site.push(2, _probes(3))
+    site.plan.write_text(f"{point}=panic")
+    when = pb.GATE_WHEN_AFTER if after else pb.GATE_WHEN_BEFORE
+    with pytest.raises(grpc.RpcError):
+        site.apply(2, "k", when)
+    process = site.server.process
+    assert process is not None
+    assert process.wait(20) == -9
+    assert site.seed == (2 if after else 0)
+    site.plan.unlink()
+    site.server.kill()
+    site.server.start()
+    site.server.wait_serving()
+    assert site.seed == 1
+    # Nothing is answered for the call that lost its server; it is refused, or scored once more.
+    with pytest.raises(grpc.RpcError) as caught:
+        site.apply(2, "k", when)
+    assert caught.value.code() == grpc.StatusCode.ABORTED
+    assert site.seed == 1

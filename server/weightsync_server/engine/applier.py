@@ -37,6 +37,7 @@ from weightsync_server.engine.host_apply import (
     score_live,
     switch_together,
     take_engines,
+    ways_back_kept,
     with_baselines,
 )
 from weightsync_server.engine.idempotency import Reply, Request
@@ -267,7 +268,8 @@ class Applier:
             if request.clear_rejected:
                 await self._accept(record, plans)
             plans = await with_baselines(plans)
-            reports |= await self._carry_out(request, group, plans)
+            with ways_back_kept(plans):
+                reports |= await self._carry_out(request, group, plans)
             reply = _response(group, reports)
             await self._done(group, plans, idempotency.pack(reply))
             return reply
@@ -433,7 +435,7 @@ class Applier:
         between = any(one.plan.spec.mode == BETWEEN_STEPS for one in plans)
         if group.whole and not between:
             reports = await switch_together(plans, self._engines.host_journal)
-            await score_live(plans, reports, self._engines.host_journal)
+            await score_live(plans, reports, self._engines.host_journal, together=True)
             return reports
         # One engine at most, which others that are away are to follow.
         own = [EnginePlan(one.member, replace(one.plan, for_host=group.whole)) for one in plans]

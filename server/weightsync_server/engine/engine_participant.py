@@ -205,7 +205,7 @@ class EngineApplier:
             if cutover.at_fault:
                 await reject(self._model.serving, plan.target.record.version, error.message)
             if alone:
-                answer = idempotency.pack_refusal(error.message)
+                answer = idempotency.pack_refusal(error)
                 await self.supervisor.journal.restored(plan, answer)
         if error.reason not in {*OUT_OF_REACH, Reason.ENGINE_FENCED}:
             await session.hold(plan.base)
@@ -219,14 +219,16 @@ class EngineApplier:
         return plan
 
     async def score_live(self, session: EngineSession, plan: CutoverPlan) -> pb.GateReport:
-        """Score the target, which the engine generates on; reject or hold what is refused."""
+        """Score the target, which the engine generates on."""
         self.supervisor.progress.enter(pb.RUNNING_PHASE_SCORE)
         await failpoints.reach("gate.score_live")
         report = await score_target(session, plan, self.name)
         self.supervisor.note_gate(report)
-        if refuses(report):
-            await settle(self._model.serving, report)
         return report
+
+    async def settle(self, report: pb.GateReport) -> None:
+        """Reject or hold what a gate has not let go."""
+        await settle(self._model.serving, report)
 
     async def score(self, session: EngineSession) -> pb.GateReport:
         """Score the probes of what is live, by the limits of an apply that names none.

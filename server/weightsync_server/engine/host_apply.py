@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weightsync import failpoints
@@ -37,7 +37,7 @@ from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.engine_participant import EngineApplier, live_version
 from weightsync_server.engine.gate import GatedEngine, refusal, refuses
 from weightsync_server.engine.idempotency import Request
-from weightsync_server.engine.journal import Answer, HostJournal
+from weightsync_server.engine.journal import Answer, HostJournal, disk_errors_logged
 from weightsync_server.engine.outcome import (
     ApplyCause,
     CutoverPlan,
@@ -212,7 +212,7 @@ class JournalLedger:
         if errors := _errors(self._named, outcomes):
             failure = _failure(errors)
             if all(error.reason is Reason.APPLY_RESTORED for error in errors.values()):
-                refusal = idempotency.pack_refusal(failure.message)
+                refusal = idempotency.pack_refusal(failure)
                 await self._journal.restored(self._named, refusal)
             raise failure
         reports = dict(zip(self._named, _reports(outcomes), strict=True))
@@ -278,7 +278,7 @@ async def roll_out(
             went = [*plans[:start], *(one for one in wave if one not in failed)]
             raise await _put_back(went, failed, _first_failure(named, outcomes), journal)
         reports |= zip(named, _reports(outcomes), strict=True)
-        if (failure := await _scored_live(wave, reports)) is not None:
+        if (failure := await _scored_live(wave, reports, plans[:end])) is not None:
             await drop(plans[end:])
             raise await _put_back(plans[:end], [], failure, journal)
     log_live(reports)
@@ -309,28 +309,60 @@ async def with_baselines(plans: Sequence[EnginePlan]) -> list[EnginePlan]:
         raise
 
 
+@contextlib.contextmanager
+def ways_back_kept(plans: Sequence[EnginePlan]) -> Iterator[None]:
+    """Keep in the body what engines served before, if a gate may have them go back to it."""
+    with contextlib.ExitStack() as stack:
+        for one in plans:
+            if any(_late(other) for other in plans):
+                stack.enter_context(one.plan.base.record.wanted())
+        yield
+
+
+def _late(one: EnginePlan) -> bool:
+    return one.plan.gate is not None and one.plan.gate.when == pb.GATE_WHEN_AFTER
+
+
 async def score_live(
-    plans: Sequence[EnginePlan], reports: Mapping[str, pb.ApplyReport], journal: HostJournal
+    plans: Sequence[EnginePlan],
+    reports: Mapping[str, pb.ApplyReport],
+    journal: HostJournal,
+    *,
+    together: bool = False,
 ) -> None:
     """Score what engines generate on by now, where their gate is behind the resume.
 
-    A gate that does not let the target go raises APPLY_RESTORED, when all are back.
+    A gate that does not let the target go raises APPLY_RESTORED, when all are back. `together`: it
+    was decided for all engines of this host, also for those that are away.
     """
-    if (failure := await _scored_live(plans, reports)) is not None:
-        answer = idempotency.pack_refusal(failure.message)
+    decided = journal if together else None
+    if (failure := await _scored_live(plans, reports, plans, decided)) is not None:
+        answer = idempotency.pack_refusal(failure)
         raise await _put_back(plans, [], failure, journal, answer)
 
 
 async def _scored_live(
-    plans: Sequence[EnginePlan], reports: Mapping[str, pb.ApplyReport]
+    plans: Sequence[EnginePlan],
+    reports: Mapping[str, pb.ApplyReport],
+    went: Sequence[EnginePlan],
+    decided: HostJournal | None = None,
 ) -> GateRefusedError | None:
-    """Put into reports what gates behind the resume show; return the first refusal."""
-    for one in plans:
-        if one.plan.gate is None or one.plan.gate.when != pb.GATE_WHEN_AFTER:
-            continue
+    """Put into reports what gates behind the resume show; return the first refusal.
+
+    That those that `went` leave the target is written down first, so that the next server has them
+    leave it too; in `decided` for engines that are away.
+    """
+    for one in filter(_late, plans):
         report = await one.member.applier.score_live(one.member.session, one.plan)
         reports[one.member.name].gate.CopyFrom(report)
         if refuses(report):
+            with disk_errors_logged():
+                if decided is not None:
+                    await decided.place(one.plan.base.record.version)
+                for other in went:
+                    await other.member.applier.supervisor.journal.revoke(other.plan)
+            await failpoints.reach("gate.refused")
+            await one.member.applier.settle(report)
             return refusal(report, one.plan.base.record.version)
     return None
 
@@ -365,7 +397,8 @@ async def _put_back(
             )
         else:
             back[one.member.name] = one.plan
-    await journal.restored(back, answer or Answer())
+    if back:
+        await journal.restored(back, answer or Answer())
     if isinstance(failure, GateRefusedError):
         return GateRefusedError(failure.message + left, failure.report)
     return WeightSyncError(

@@ -117,6 +117,8 @@ def earlier_reply(journal: JournalFile, request: Request, kind: type[Reply]) -> 
         raise key_reused()
     if not entry.answer.reply:
         facts = {"apply_id": entry.apply_id}
+        if entry.answer.gate:
+            facts["gate"] = entry.answer.gate
         raise WeightSyncError(Reason.APPLY_RESTORED, entry.answer.refusal, metadata=facts)
     return kind.FromString(base64.b64decode(entry.answer.reply))
 
@@ -139,8 +141,9 @@ def pack(reply: Reply) -> Answer:
     return Answer(reply=base64.b64encode(kept.SerializeToString()).decode())
 
 
-def pack_refusal(message: str) -> Answer:
-    return Answer(refusal=message.encode()[:_MAX_MESSAGE].decode(errors="ignore"))
+def pack_refusal(error: WeightSyncError) -> Answer:
+    refusal = error.message.encode()[:_MAX_MESSAGE].decode(errors="ignore")
+    return Answer(refusal=refusal, gate=error.metadata.get("gate", ""))
 
 
 def pack_recovered(intent: Entry, current: PreparedVersion, *, rejected: bool) -> Answer:

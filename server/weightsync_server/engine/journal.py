@@ -49,11 +49,12 @@ class Answer:
     """What a call with a key was told at its end.
 
     `reply` is the serialised response in base64, empty when the old version was restored; `refusal`
-    is the sentence that said so.
+    is the sentence that said so, and `gate` how its gate ended, empty if that had let it go.
     """
 
     reply: str = ""
     refusal: str = ""
+    gate: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Entry:
         bases: For `HOST`, before a decision and where all went back: what engines served, by name.
             The record is of no other engine then. For the INTENT of one engine: what that served,
             where its end is one for all engines of this host.
-        gated: For the INTENT and the COMMIT of one engine: without the COMMIT it goes back.
+        gated: For the INTENT and the COMMIT of one engine: without the COMMIT it goes back. A
+            COMMIT of what it served before has it go back from what it serves already.
     """
 
     event: str
@@ -321,6 +323,16 @@ class Journal:
             return 0
         return last.meant_for(self.engine)
 
+    @property
+    def named(self) -> frozenset[int]:
+        """The versions that an engine may hold: of the last record that ended, and of all since."""
+        found: set[int] = set()
+        for entry in self._entries():
+            found |= {entry.version, entry.meant_for(self.engine)}
+            if entry.event == "DONE":
+                break
+        return frozenset(found - {0})
+
     def answered(self, key: str) -> Entry | None:
         return self._file.answered(key)
 
@@ -341,6 +353,11 @@ class Journal:
     async def commit(self, plan: CutoverPlan) -> None:
         """Decide that an engine goes on with what its gate lets go; it goes back if this raises."""
         await self._file.append(replace(self._intent(plan), event="COMMIT"))
+
+    async def revoke(self, plan: CutoverPlan) -> None:
+        """Decide that an engine leaves the target, which it serves, for its base."""
+        entry = replace(self._entry("COMMIT", plan.base), apply_id=secrets.token_hex(8))
+        await self._file.append(replace(entry, gated=True))
 
     async def done(self, plan: CutoverPlan, answer: Answer) -> None:
         """Write down that an apply has ended well, and what its caller is answered.

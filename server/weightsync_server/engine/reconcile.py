@@ -183,9 +183,8 @@ class Reconciler:
         last = self._journal.last
         if self._served.live or last is None:
             return
-        named = [
-            self._model.table.find(version) for version in (self._journal.live[0], last.version)
-        ]
+        versions = {self._journal.live[0], *self._journal.named}
+        named = [self._model.table.find(version) for version in versions]
         digests = {record.content_digest for record in named if record is not None}
         if None not in named and known.content_digest not in digests:
             logger.critical(

@@ -30,6 +30,7 @@ from weightsync_server.engine.host_apply import (
     prepare_all,
     roll_out,
     score_live,
+    ways_back_kept,
     with_baselines,
 )
 from weightsync_server.engine.journal import Answer
@@ -140,12 +141,14 @@ class HostCutover(TakenHost):
         if not self._plans:
             # It was done for a caller that was cancelled.
             return
-        if self._between:
-            self.reports = await roll_out(self._plans, 1, self._engines.host_journal)
-        else:
-            await self._pause()
-            await self._follow(Verdict.COMMIT)
-            await score_live(self._plans, self.reports, self._engines.host_journal)
+        journal = self._engines.host_journal
+        with ways_back_kept(self._plans):
+            if self._between:
+                self.reports = await roll_out(self._plans, 1, journal)
+            else:
+                await self._pause()
+                await self._follow(Verdict.COMMIT)
+                await score_live(self._plans, self.reports, journal, together=True)
         named = {one.member.name: one.plan for one in self._plans}
         await self._engines.host_journal.done(named, Answer())
         await self._give_back()

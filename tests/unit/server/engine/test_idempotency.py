@@ -157,4 +157,5 @@ def test_an_answer_that_is_too_large_is_kept_without_its_ranks() -> None:
     reply = pb.RollbackResponse(report=pb.ApplyReport(version=2, ranks=ranks), rejected_version=3)
     assert len(idempotency.pack(reply).reply) < 100
     assert len(reply.report.ranks) == 1000
-    assert len(idempotency.pack_refusal("ä" * 5000).refusal.encode()) <= 4096
+    long = WeightSyncError(Reason.APPLY_RESTORED, "ä" * 5000)
+    assert len(idempotency.pack_refusal(long).refusal.encode()) <= 4096
