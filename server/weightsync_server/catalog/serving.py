@@ -67,8 +67,10 @@ class EngineServing:
 
         def good(version: int) -> bool:
             record = self._table.find(version)
-            marked = record is not None and (record.rejected_reason or record.hold_reason)
-            return bool(record and record.commit and not marked)
+            if record is None or record.commit is None:
+                return False
+            # The content is what was found bad, under whatever number.
+            return not (self._table.rejection(record) or self._table.hold(record))
 
         return next((v for v in reversed(self._history) if v != self.live and good(v)), 0)
 

@@ -276,11 +276,14 @@ async def roll_out(
         if failed:
             await drop(plans[end:])
             went = [*plans[:start], *(one for one in wave if one not in failed)]
-            raise await _put_back(went, failed, _first_failure(named, outcomes), journal)
+            failure = _first_failure(named, outcomes)
+            if isinstance(failure, GateRefusedError):
+                await _revoke(went)
+            raise await _put_back(went, failed, failure, journal)
         reports |= zip(named, _reports(outcomes), strict=True)
-        if (failure := await _scored_live(wave, reports, plans[:end])) is not None:
+        if (refused := await _scored_live(wave, reports, plans[:end])) is not None:
             await drop(plans[end:])
-            raise await _put_back(plans[:end], [], failure, journal)
+            raise await _put_back(plans[:end], [], refused, journal)
     log_live(reports)
     return reports
 
@@ -359,12 +362,18 @@ async def _scored_live(
             with disk_errors_logged():
                 if decided is not None:
                     await decided.place(one.plan.base.record.version)
-                for other in went:
-                    await other.member.applier.supervisor.journal.revoke(other.plan)
+            await _revoke(went)
             await failpoints.reach("gate.refused")
             await one.member.applier.settle(report)
             return refusal(report, one.plan.base.record.version)
     return None
+
+
+async def _revoke(went: Sequence[EnginePlan]) -> None:
+    """Write down that engines leave what they serve; they do it now, whatever the disk says."""
+    with disk_errors_logged():
+        for one in went:
+            await one.member.applier.supervisor.journal.revoke(one.plan)
 
 
 async def _live_alone(one: EnginePlan) -> pb.ApplyReport:
@@ -400,6 +409,7 @@ async def _put_back(
     if back:
         await journal.restored(back, answer or Answer())
     if isinstance(failure, GateRefusedError):
+        left += "; the server tries that again" if left else ""
         return GateRefusedError(failure.message + left, failure.report)
     return WeightSyncError(
         failure.reason,

@@ -69,6 +69,7 @@ async def test_a_way_back_that_fails_is_told_and_tried_again(
             await it.apply(2, gate=AFTER)
         assert caught.value.reason is Reason.APPLY_RESTORED, caught.value.message
         assert "engine engine stays on version 2, because" in caught.value.message
+        assert caught.value.message.endswith("; the server tries that again")
         assert it.here.model.table.get(2).serving == pb.SERVING_LIVE
         engine.before.clear()
         await until(lambda: engine.serves == it.here.model.serving.live == 1)
@@ -99,6 +100,34 @@ async def test_what_was_refused_behind_the_resume_is_left_also_by_the_next_serve
     async with plant(tmp_path, engine, durable=True) as it:
         await it.ready()
         assert engine.serves == it.here.model.serving.live == 1
+
+
+@pytest.mark.parametrize("when", [pb.GATE_WHEN_BEFORE, pb.GATE_WHEN_AFTER])
+async def test_what_the_last_of_a_rolling_apply_refuses_the_next_server_leaves_too(
+    tmp_path: Path,
+    engines: dict[str, Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    when: pb.GateWhen.ValueType,
+) -> None:
+    async with serving(tmp_path, engines) as it:
+        await it.here.push(shards(2), 2, probes=probes(2))
+        scored = asyncio.Event()
+
+        async def off(scores: list[list[float]]) -> list[list[float]]:
+            if engines["a"].serves == 2:
+                scored.set()
+                await asyncio.sleep(0.2)
+            return [[one - 1 for one in each] for each in scores]
+
+        engines["c"].on_score = off
+        gate = pb.GateOptions(when=when, each_engine=True)
+        call = asyncio.create_task(it.apply(2, gate=gate, order=ROLLING))
+        await asyncio.wait_for(scored.wait(), 10)
+        with monkeypatch.context() as dying:
+            await _dead_at(dying, "apply.begin", it.applier, call)
+    async with host(tmp_path, engines) as it:
+        await it.all_serve(1)
+        assert it.here.model.table.get(2).serving == pb.SERVING_REJECTED
 
 
 @pytest.mark.parametrize("order", [TOGETHER, ROLLING])
@@ -188,3 +217,18 @@ async def test_the_way_back_is_kept_while_a_gate_scores_behind_the_resume(
         assert caught.value.reason is Reason.APPLY_RESTORED
         assert "stays on" not in caught.value.message
         assert engine.serves == 2
+
+
+@pytest.mark.parametrize("action", [pb.GATE_ACTION_ROLL_BACK, pb.GATE_ACTION_HOLD])
+async def test_a_rollback_does_not_go_to_what_was_refused_under_another_number(
+    tmp_path: Path, engine: Engine, action: pb.GateAction.ValueType
+) -> None:
+    async with plant(tmp_path, engine, durable=True, slots=4) as it:
+        await it.bring(2, 3)
+        assert it.keeper.served.rollback_to == 2
+        await it.push_probed(2, version=4, wrong=0)
+        with pytest.raises(WeightSyncError, match="unlike its trainer"):
+            await it.apply(4, gate=pb.GateOptions(on_fail=action))
+        assert it.keeper.served.rollback_to == 1
+        await it.rollback()
+        assert engine.serves == 1
