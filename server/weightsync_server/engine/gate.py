@@ -24,7 +24,7 @@ from weightsync_server.catalog.kept_probes import unpack
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.serving import ServingState
 from weightsync_server.engine.apply_history import ApplyHistory
-from weightsync_server.engine.gate_limits import GateLimits, Scores, judge, limit_of, remedy
+from weightsync_server.engine.gate_limits import GateLimits, Scores, counts, judge, limit_of, remedy
 from weightsync_server.engine.outcome import CutoverPlan, GatePlan, reject, withhold
 from weightsync_server.engine.refusals import GateRefusedError, duration
 from weightsync_server.engine.session import EngineSession
@@ -171,7 +171,7 @@ def _when(
 
 
 def passed_k3(history: ApplyHistory, engine: str) -> Iterator[float]:
-    """Yield the k3 of the versions that passed on an engine, the newest first."""
+    """Yield the k3 of the versions that count for the limit of an engine, the newest first."""
     for entry in history.newest_first():
         if entry.result != pb.APPLY_RESULT_APPLIED:
             continue
@@ -180,7 +180,7 @@ def passed_k3(history: ApplyHistory, engine: str) -> Iterator[float]:
         reports = [entry.gate] if own else []
         reports += [one.report.gate for one in entry.engines if one.engine == engine]
         for report in reports:
-            if report.outcome == pb.GATE_OUTCOME_PASSED and report.tokens:
+            if counts(report):
                 yield report.k3
 
 

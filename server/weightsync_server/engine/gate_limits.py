@@ -40,9 +40,20 @@ def limit_of(asked: float, passed: Iterable[float]) -> tuple[float, float]:
     """
     last = list(islice(passed, _HISTORY))
     floor = statistics.median(last) if last else 0.0
-    if asked:
-        return asked, floor
-    return (max(_LEAST, _FACTOR * floor) if last else _FIRST), floor
+    return asked or _limit(floor, first=not last), floor
+
+
+def _limit(floor: float, *, first: bool) -> float:
+    return _FIRST if first else max(_LEAST, _FACTOR * floor)
+
+
+def counts(report: pb.GateReport) -> bool:
+    """Whether a version is one of those that make the limit of the next ones.
+
+    One that passed only because somebody named a larger limit would raise it for all of them.
+    """
+    passed = report.outcome == pb.GATE_OUTCOME_PASSED and report.tokens > 0
+    return passed and report.k3 <= _limit(report.floor_k3, first=not report.floor_k3)
 
 
 @dataclass

@@ -224,6 +224,15 @@ async def test_limits_follow_the_versions_that_passed(it: Plant) -> None:
     assert second.k3_limit == pytest.approx(8 * first.k3)
 
 
+async def test_a_limit_that_somebody_named_raises_no_later_one(it: Plant) -> None:
+    await it.push_probed(2, wrong=0)
+    report = await it.apply(2, gate=pb.GateOptions(k3_limit=1000))
+    assert report.gate.outcome == pb.GATE_OUTCOME_PASSED
+    await it.push_probed(3, wrong=0)
+    error = await _undone(it, 3)
+    assert "limit 0.002" in error.message
+
+
 async def _near(scores: list[list[float]]) -> list[list[float]]:
     return [[one + 0.02 for one in each] for each in scores]
 
