@@ -280,6 +280,11 @@ def refuses(report: pb.GateReport) -> bool:
     return report.outcome in _REFUSED
 
 
+def scored(report: pb.GateReport) -> bool:
+    """Whether a limit was not kept by figures, and not because there are none."""
+    return bool(report.tokens or report.nan or report.HasField("step_k3"))
+
+
 def refusal(report: pb.GateReport, base: int) -> GateRefusedError:
     """Return the error of an apply that its gate has undone: `base` is served again."""
     on_hold = report.outcome == pb.GATE_OUTCOME_HELD

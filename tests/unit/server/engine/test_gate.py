@@ -225,6 +225,34 @@ async def test_probes_that_the_engine_cannot_score_are_refused_before_the_pause(
     assert "use token ids below 50" in report.gate.reason
 
 
+@pytest.mark.parametrize("wrong", [None, 1])
+async def test_an_engine_that_is_lost_says_nothing_of_what_it_did_not_score(
+    it: Plant, wrong: int | None
+) -> None:
+    await it.push_probed(2, wrong=wrong)
+
+    def gone() -> None:
+        raise WeightSyncError(Reason.ENGINE_AWAY, "the engine process has died")
+
+    async def die(scores: list[list[float]]) -> list[list[float]]:
+        if it.engine.events[-2:] != ["commit", "score"]:
+            return scores
+        for call in ("commit", "resume", "fence"):
+            it.engine.before[call] = gone
+        if wrong is None:
+            gone()
+        return scores
+
+    it.engine.on_score = die
+    with pytest.raises(WeightSyncError) as caught:
+        await it.apply(2)
+    assert caught.value.reason is Reason.ENGINE_FENCED
+    # Figures count, also if the engine dies behind them.
+    rejected = it.here.model.table.get(2).serving == pb.SERVING_REJECTED
+    assert rejected == (wrong is not None)
+    assert 2 not in it.engine.served
+
+
 async def test_a_step_that_is_too_large_is_held(it: Plant) -> None:
     await it.push_probed(2)
     options = pb.GateOptions(step_k3_limit=0.01, on_fail=pb.GATE_ACTION_HOLD)
