@@ -6,6 +6,7 @@ The gate of an apply has the engine score them, and compares.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import operator
@@ -293,7 +294,8 @@ class _Scorer:
         base = getattr(transformers, "PreTrainedModel", ())
         #: A model of transformers keeps keys of what it computes, unless it is asked not to.
         ours = [part for part in model.modules() if isinstance(part, base)]
-        self._named = bool(ours)
+        #: A module around one may take the ids alone.
+        self._named = bool(ours) and _takes_names(model)
         embedding = ours[0].get_input_embeddings() if ours else None
         self._most = getattr(embedding, "num_embeddings", None)
         weight = getattr(embedding, "weight", None)
@@ -304,11 +306,8 @@ class _Scorer:
         """Return that of every token but the first."""
         import torch
 
-        if self._most is not None and max(ids) >= self._most:
-            # A GPU would be lost to this process by it.
-            raise invalid(
-                f"sequence {index} has the token id {max(ids)}; the model knows {self._most}"
-            )
+        if self._most is not None:
+            _check_known(index, ids, self._most)
         batch = torch.tensor([ids], dtype=torch.long, device=self._device)
         answer = (
             self._model(input_ids=batch, use_cache=False) if self._named else self._model(batch)
@@ -319,6 +318,7 @@ class _Scorer:
                 "give a model that returns logits of every token, as a tensor or as .logits: for "
                 f"ids of shape {tuple(batch.shape)} this returns {tuple(logits.shape)}"
             )
+        _check_known(index, ids, int(logits.shape[-1]))
         # The logits of a token are those of the one after it.
         following = torch.tensor(ids[1:], dtype=torch.long, device=logits.device)
         found: list[float] = []
@@ -327,6 +327,19 @@ class _Scorer:
             rows = logits[0, begin : begin + len(chosen)].float()
             found += rows.log_softmax(-1).gather(1, chosen[:, None])[:, 0].tolist()
         return found
+
+
+def _check_known(index: int, ids: tuple[int, ...], known: int) -> None:
+    if max(ids) >= known:
+        # A GPU would be lost to this process by it.
+        raise invalid(f"sequence {index} has the token id {max(ids)}; the model knows {known}")
+
+
+def _takes_names(model: Any) -> bool:
+    """Whether a module takes what models of transformers take, by name."""
+    given = inspect.signature(model.forward).parameters
+    by_any_name = any(one.kind is one.VAR_KEYWORD for one in given.values())
+    return by_any_name or {"input_ids", "use_cache"} <= given.keys()
 
 
 def _logits(answer: Any) -> torch.Tensor:

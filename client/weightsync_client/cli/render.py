@@ -182,7 +182,8 @@ def gate_line(gate: GateReport) -> str:
         line += f"; step k3 {gate.step_k3:.2g}{limit}"
     if gate.nan:
         line += f"; {gate.nan} are no numbers"
-    bad = gate.outcome is not GateOutcome.PASSED and gate.probes
+    scored = gate.tokens or gate.nan or gate.step_k3 is not None
+    bad = gate.outcome is not GateOutcome.PASSED and scored
     return f"{line}; worst probe {gate.worst_probe}" if bad else line
 
 

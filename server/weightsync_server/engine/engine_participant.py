@@ -18,6 +18,7 @@ from weightsync_server.engine.gate import (
     plan_gates,
     refuses,
     score_target,
+    scored,
     settle,
     with_baseline,
 )
@@ -198,7 +199,9 @@ class EngineApplier:
         error.metadata["apply_id"] = plan.target.apply_id
         if cutover.gate is not None:
             self.supervisor.note_gate(cutover.gate)
-            if refuses(cutover.gate):
+            # An engine that is lost while it scores says nothing about the version.
+            known = scored(cutover.gate) or error.reason is Reason.APPLY_RESTORED
+            if known and refuses(cutover.gate):
                 await settle(self._model.serving, cutover.gate)
         if error.reason is Reason.APPLY_RESTORED:
             self.supervisor.show(plan.base, whole=cutover.compared_all)

@@ -188,6 +188,10 @@ async def with_baseline(session: EngineSession, plan: CutoverPlan) -> CutoverPla
     """Score the probes on what is live, beside generation; a figure that cannot be had is absent.
 
     It warms the engine up: its first score takes seconds, which would be in the pause.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID: the engine scores no such probes, whatever it holds, and
+            the gate would not let any version go for that.
     """
     gate = plan.gate
     if gate is None or gate.when == pb.GATE_WHEN_OFF or SCORES not in session.info.capabilities:
@@ -197,6 +201,11 @@ async def with_baseline(session: EngineSession, plan: CutoverPlan) -> CutoverPla
         patient = replace(gate, limit_s=max(gate.limit_s, _BASELINE_S))
         scores = await _scored(session, patient, paused=False)
     except WeightSyncError as error:
+        if error.reason is Reason.REQUEST_INVALID and gate.on_fail != pb.GATE_ACTION_REPORT:
+            raise _invalid(
+                f"push version {plan.target.record.version} again with other probes, or apply it "
+                f"with --gate off: {error.message}"
+            ) from None
         logger.info(
             "version %d was not scored before the apply, so that the step is not known: %s",
             plan.base.record.version,
@@ -269,6 +278,11 @@ def _log(report: pb.GateReport, engine: str) -> None:
 def refuses(report: pb.GateReport) -> bool:
     """Whether the gate has not let its version go."""
     return report.outcome in _REFUSED
+
+
+def scored(report: pb.GateReport) -> bool:
+    """Whether a limit was not kept by figures, and not because there are none."""
+    return bool(report.tokens or report.nan or report.HasField("step_k3"))
 
 
 def refusal(report: pb.GateReport, base: int) -> GateRefusedError:

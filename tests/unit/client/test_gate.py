@@ -277,6 +277,9 @@ def test_apply_tells_what_its_gate_has_shown(run: Run, servicer: Servicer, weigh
     )
     document = json.loads(run("apply", "1", "--json")[1])
     assert document["gate"]["step_k3"] == 0.43
+    # Where nothing was scored no probe is the worst one.
+    servicer.gate = _report(pb.GATE_OUTCOME_REPORTED, reason="late", tokens=0, worst_probe=0)
+    assert run("apply", "1")[1].splitlines()[1] == "gate before reported: late; 2 probes in 25.0 ms"
 
 
 def test_gate_scores_what_is_live_and_tells_by_its_exit_code(

@@ -121,6 +121,30 @@ def test_any_module_that_returns_logits_is_scored_in_evaluation_mode() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+class _Around(torch.nn.Module):
+    """A model of transformers inside, and a call of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.inner(ids).logits
+
+
+def test_a_module_around_a_model_is_called_as_it_takes_it() -> None:
+    model = _model()
+    _assert_near(Probes.of(_Around(model), SEQUENCES).logprobs, _own(model, SEQUENCES))
+
+
+def test_an_id_that_the_model_does_not_know_is_refused() -> None:
+    without: Any = _Noisy()
+    without.forward = lambda ids: torch.zeros(*ids.shape, 8)
+    for model in (_Around(_model()), without):
+        with pytest.raises(InvalidError, match="sequence 1 has the token id 999; the model knows"):
+            Probes.of(model, [[1, 2], [3, 999]])
+
+
 def _halves(ids: torch.Tensor) -> torch.Tensor:
     return torch.zeros(1, ids.shape[1] - 1, 8)
 

@@ -45,8 +45,9 @@ class EngineScores:
         config = self._llm.vllm_config
         generates = getattr(config.model_config, "runner_type", "generate") == "generate"
         cache = getattr(config, "cache_config", None)
-        if not generates or getattr(cache, "kv_sharing_fast_prefill", False):
-            # vLLM computes no prompt logprobs then.
+        logits = getattr(config.model_config, "logprobs_mode", "raw_logprobs").endswith("_logits")
+        if not generates or logits or getattr(cache, "kv_sharing_fast_prefill", False):
+            # vLLM computes no prompt logprobs then, or returns logits as such.
             return
         self.capabilities = frozenset({SCORES})
         if self._cores.count > 1:

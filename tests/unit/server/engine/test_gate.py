@@ -14,7 +14,7 @@ from tests.unit.server.engine.plant import ENGINE, Engine, Plant, plant, probes,
 from tests.unit.server.world import MODEL
 from weightsync import failpoints
 from weightsync.engine import PAUSED_SCORES, SCORES, EngineState, OnExpiry
-from weightsync.errors import Reason, WeightSyncError
+from weightsync.errors import Reason, WeightSyncError, invalid_request
 from weightsync.testing import memory_logprobs
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine.journal import Entry
@@ -204,6 +204,53 @@ async def test_a_baseline_that_fails_is_absent_and_stops_nothing(it: Plant) -> N
     report = await it.apply(2, gate=pb.GateOptions(step_k3_limit=1e-9))
     assert report.gate.outcome == pb.GATE_OUTCOME_PASSED
     assert not report.gate.HasField("step_k3")
+
+
+async def test_probes_that_the_engine_cannot_score_are_refused_before_the_pause(it: Plant) -> None:
+    await it.push_probed(2)
+
+    def refuse() -> None:
+        raise invalid_request("use token ids below 50: probe 0 has 60")
+
+    it.engine.before["score"] = refuse
+    what = "push version 2 again with other probes, or apply it with --gate off: use token ids"
+    for when in (pb.GATE_WHEN_BEFORE, pb.GATE_WHEN_AFTER):
+        options = pb.GateOptions(when=when)
+        await _refused(it, Reason.REQUEST_INVALID, what, version=2, gate=options)
+    assert it.here.model.table.get(2).serving != pb.SERVING_REJECTED
+    assert it.engine.serves == 1
+    # A gate that only tells stops nothing.
+    report = await it.apply(2, gate=pb.GateOptions(on_fail=pb.GATE_ACTION_REPORT))
+    assert report.gate.outcome == pb.GATE_OUTCOME_REPORTED
+    assert "use token ids below 50" in report.gate.reason
+
+
+@pytest.mark.parametrize("wrong", [None, 1])
+async def test_an_engine_that_is_lost_says_nothing_of_what_it_did_not_score(
+    it: Plant, wrong: int | None
+) -> None:
+    await it.push_probed(2, wrong=wrong)
+
+    def gone() -> None:
+        raise WeightSyncError(Reason.ENGINE_AWAY, "the engine process has died")
+
+    async def die(scores: list[list[float]]) -> list[list[float]]:
+        if it.engine.events[-2:] != ["commit", "score"]:
+            return scores
+        for call in ("commit", "resume", "fence"):
+            it.engine.before[call] = gone
+        if wrong is None:
+            gone()
+        return scores
+
+    it.engine.on_score = die
+    with pytest.raises(WeightSyncError) as caught:
+        await it.apply(2)
+    assert caught.value.reason is Reason.ENGINE_FENCED
+    # Figures count, also if the engine dies behind them.
+    rejected = it.here.model.table.get(2).serving == pb.SERVING_REJECTED
+    assert rejected == (wrong is not None)
+    assert 2 not in it.engine.served
 
 
 async def test_a_step_that_is_too_large_is_held(it: Plant) -> None:

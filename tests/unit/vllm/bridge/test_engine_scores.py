@@ -81,6 +81,16 @@ async def test_one_that_generates_nothing_scores_nothing() -> None:
     assert (error.reason, "use --gate off" in error.message) == (Reason.ENGINE_UNSUPPORTED, True)
 
 
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+async def test_one_that_returns_logits_for_log_probabilities_scores_nothing(mode: str) -> None:
+    llm = Scored()
+    llm.vllm_config.model_config.logprobs_mode = mode
+    engine = await _engine(llm)
+    assert SCORES not in (await engine.hello()).capabilities
+    error = await _refused(engine.score([[1, 2, 3]], "", 5))
+    assert (error.reason, "use --gate off" in error.message) == (Reason.ENGINE_UNSUPPORTED, True)
+
+
 @pytest.mark.parametrize(
     ("sequences", "limit_s", "text"),
     [
