@@ -265,9 +265,9 @@ class Applier:
                     reports[each.member.name] = replies.planned(each.plan, predicted)
                 await drop(plans)
                 return _response(group, reports)
+            plans = await with_baselines(plans)
             if request.clear_rejected:
                 await self._accept(record, plans)
-            plans = await with_baselines(plans)
             with ways_back_kept(plans):
                 reports |= await self._carry_out(request, group, plans)
             reply = _response(group, reports)
