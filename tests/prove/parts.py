@@ -67,6 +67,7 @@ _BENCHMARKS = (
     "pullers",
     "staging",
     "apply",
+    "gate",
     "control",
     "refusals",
     "delta",

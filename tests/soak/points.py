@@ -50,7 +50,10 @@ _CHECKING = ("worker.check",)
 _ARRIVING = ("worker.arrive",)
 #: Met only with several engines or hosts, of which a soak has one.
 _OF_SEVERAL = ("host.", "node.", "follow.", "fleet.")
-_LEFT_OUT = (*_LIES, *_COLLECTING, *_CHECKING, *_ARRIVING)
+#: Met only with probes, which a soak's trainers do not push.
+_OF_GATES = ("gate.",)
+_SCORING = ("bridge.score",)
+_LEFT_OUT = (*_SCORING, *_LIES, *_COLLECTING, *_CHECKING, *_ARRIVING)
 
 _LIE = "worker.reply=1*lie(content_digest)"
 #: What must fail before it is met.
@@ -121,7 +124,7 @@ def placed(*, vllm: bool) -> list[str]:
     for path in paths:
         found.update(_CALL.findall(path.read_text()))
     met = found.difference(_LEFT_OUT, _AHEAD if vllm else ())
-    return sorted(point for point in met if not point.startswith(_OF_SEVERAL))
+    return sorted(point for point in met if not point.startswith((*_OF_SEVERAL, *_OF_GATES)))
 
 
 def wish(point: str) -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Half of all numbers: trainers do not come there one by one.
 FIRST_LOCAL = 1 << 52
+#: How the reason begins of what a gate has rejected: its content, whatever number it has.
+BY_GATE = "by its gate: "
 #: Subtracted from a local number, it stands below all others.
 LOCAL_BEFORE = 1 << 53
 

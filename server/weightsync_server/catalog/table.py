@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.pins import Pins
-from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.record import BY_GATE, VersionRecord
 from weightsync_server.catalog.refused_contents import RefusedContents
 from weightsync_server.catalog.version_events import (
     EventBus,
@@ -139,9 +139,14 @@ class VersionTable:
         )
 
     def rejection(self, record: VersionRecord) -> str:
-        """Return why a version's content is rejected, under whatever number; "": it is not."""
-        same = (one for one in self._same(record) if one.rejected_reason)
-        return next((one.rejected_reason for one in same), "")
+        """Return why a version is rejected, or its content by a gate under any number; "": it is not.
+
+        What somebody rolled back may be pushed and applied again under another number.
+        """
+        if record.rejected_reason:
+            return record.rejected_reason
+        reasons = (one.rejected_reason for one in self._same(record))
+        return next((reason for reason in reasons if reason.startswith(BY_GATE)), "")
 
     def hold(self, record: VersionRecord) -> str:
         """Return why a version's content is held, under whatever number; "": it is not."""

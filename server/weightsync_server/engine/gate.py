@@ -21,7 +21,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.log_lines import event
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.kept_probes import unpack
-from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.record import BY_GATE, VersionRecord
 from weightsync_server.catalog.serving import ServingState
 from weightsync_server.engine.apply_history import ApplyHistory
 from weightsync_server.engine.gate_limits import GateLimits, Scores, counts, judge, limit_of, remedy
@@ -296,5 +296,7 @@ def refusal(report: pb.GateReport, base: int) -> GateRefusedError:
 
 async def settle(serving: ServingState, report: pb.GateReport) -> None:
     """Reject or hold the version that a gate has not let go."""
-    mark = withhold if report.outcome == pb.GATE_OUTCOME_HELD else reject
-    await mark(serving, report.version, report.reason)
+    if report.outcome == pb.GATE_OUTCOME_HELD:
+        await withhold(serving, report.version, report.reason)
+    else:
+        await reject(serving, report.version, BY_GATE + report.reason)
