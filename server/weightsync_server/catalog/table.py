@@ -139,7 +139,7 @@ class VersionTable:
         )
 
     def rejection(self, record: VersionRecord) -> str:
-        """Return why a version is rejected, or its content by a gate under any number; "": it is not.
+        """Return why a version is rejected, or a gate its content under any number; "": it is not.
 
         What somebody rolled back may be pushed and applied again under another number.
         """
