@@ -446,9 +446,9 @@ def test_every_failpoint_of_the_server_is_here() -> None:
     # Those of ingest processes are in test_ingest.py, of loaders in test_twin_vllm.py, of followers
     # in integration/test_followers.py, of nodes in integration/test_engine_nodes.py, of fleets in
     # test_fleet.py, of several engines in test_several_engines.py, of transactions in
-    # test_in_place_kills.py.
+    # test_in_place_kills.py, of gates in test_gate_restarts.py.
     elsewhere = (
         *("worker.", "loader.", "bridge.", "ingest.", "follow.", "node.", "fleet.", "host."),
-        "in_place.",
+        *("in_place.", "gate."),
     )
     assert here == {point for point in POINTS if not point.startswith(elsewhere)}

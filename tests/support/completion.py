@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 #: Log probabilities are equal within this: one computation may round otherwise than the one before
-#: it, because of what was computed in the same step. Contents of the tests differ in a thousand
-#: times as much.
-ROUNDING = 1e-5
+#: it, because of what runs beside it: up to 1e-4 with logits of 20. Contents of the tests differ in
+#: more than twenty times as much.
+ROUNDING = 5e-4
 
 
 @dataclass(eq=False)
