@@ -99,8 +99,9 @@ def test_another_format_is_refused_and_not_guessed(number: object) -> None:
         (2, {"pause": PauseSpec("wait", cache=CacheUse.KEEP, wait_timeout_s=2.5)}),
         (2, {"pause": PauseSpec("wait", cache=CacheUse.SHARE)}),
         (3, {"clears": True}),
+        (4, {"gate": "when: GATE_WHEN_BEFORE"}),
     ],
-    ids=["nothing", "a reason", "a pause", "a pause that shares", "clearing"],
+    ids=["nothing", "a reason", "a pause", "a pause that shares", "clearing", "a gate"],
 )
 def test_a_plan_has_the_oldest_format_that_says_it(number: int, chosen: dict[str, Any]) -> None:
     plan = replace(planned(ApplyOrder.ROLLING, 3, 1), **chosen)
