@@ -137,6 +137,7 @@ def applied(stack: Stack, checkpoint: Path) -> Applied:
     with Client(f"unix:{stack.volume('clients')}/weightsync.sock") as client:
         pushed = client.push(state)
         report = client.apply(pushed.version)
+        client.report_logprobs(pushed.version, [-1.0, -2.0], [-1.01, -2.0])
         with pytest.raises(NotFoundError):
             client.apply(pushed.version + 1)
     return Applied(state, pushed, report)
